@@ -1,0 +1,1 @@
+"""jaxrl: reinforcement-learning post-training for language models in pure-functional JAX."""

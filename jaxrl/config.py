@@ -1,0 +1,267 @@
+"""The typed config tree: one TOML file describes a run.
+
+A wrong key, a wrong value or a combination that cannot work fails when the file is read, with the
+key's dotted name and the fix. Nothing here imports jax: reading a config is instant.
+"""
+
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+
+class ConfigError(Exception):
+    """A config key that cannot work. `key` is its dotted name in the TOML file."""
+
+    def __init__(self, key: str, problem: str):
+        super().__init__(f"config key `{key}`: {problem}")
+        self.key = key
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class LoraConfig(_Table):
+    rank: int = Field(default=16, ge=1, description="Rank of the update.")
+    alpha: float = Field(default=32.0, gt=0, description="The update is scaled by alpha / rank.")
+    targets: tuple[str, ...] = Field(
+        default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        description="Linear layers that get an adapter, by their Hugging Face names.",
+    )
+    adapter: str | None = Field(default=None, description="Folder of a PEFT adapter to start from.")
+
+
+class ModelConfig(_Table):
+    checkpoint: str | None = Field(default=None, description="Folder of a Hugging Face checkpoint (config.json, safetensors).")
+    architecture: dict[str, Any] | None = Field(
+        default=None, description="Keys of a Hugging Face config.json: a model with random weights, instead of a checkpoint."
+    )
+    tokenizer: str | None = Field(default=None, description="Folder of a Hugging Face tokenizer; the checkpoint's if left out.")
+    dtype: Literal["float32", "bfloat16", "float64"] = Field(default="float32", description="Dtype of activations and matmuls.")
+    param_dtype: Literal["float32", "bfloat16", "float64"] = Field(
+        default="float32", description="Dtype of the trained parameters and their optimizer state."
+    )
+    remat: Literal["none", "dots", "full"] = Field(
+        default="full", description="What a layer keeps for its backward pass: everything, its matmul outputs, or its input only."
+    )
+    lora: LoraConfig | None = Field(default=None, description="Train low-rank adapters; the base stays frozen.")
+
+    @model_validator(mode="after")
+    def _one_source(self):
+        if (self.checkpoint is None) == (self.architecture is None):
+            raise ValueError("set exactly one of `checkpoint` and `architecture`")
+        if self.architecture is not None and self.tokenizer is None:
+            raise ValueError("`architecture` has no tokenizer of its own: set `tokenizer`")
+        return self
+
+
+class EnvConfig(_Table):
+    name: str = Field(description="A built-in task, or your own function: my_task.py:rollout.")
+    args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of a built-in task.")
+    data: str | None = Field(default=None, description="JSONL file of task rows, for a function of your own.")
+    heldout: str | None = Field(default=None, description="JSONL file of held-out task rows, for a function of your own.")
+    workers: int = Field(default=1, ge=1, description="Processes that run environments and rewards.")
+    timeout_seconds: float = Field(default=120.0, gt=0, description="Longest time one episode may take, rewards included.")
+    concurrency: int = Field(default=1024, ge=1, description="Most episodes of this environment in progress at once.")
+
+
+class SamplingConfig(_Table):
+    max_tokens: int = Field(default=256, ge=1, description="Most tokens one model call may generate.")
+    temperature: float = Field(default=1.0, gt=0, description="Sampling temperature; the trainer divides its logits by it too.")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus truncation; 1 is off.")
+    top_k: int = Field(default=0, ge=0, description="Keep the k most likely tokens; 0 is off.")
+    min_p: float = Field(default=0.0, ge=0, lt=1, description="Drop tokens below this share of the most likely one's probability.")
+    stop: tuple[str, ...] = Field(default=(), description="Strings that end a generation, beside the end-of-sequence token.")
+
+
+class SamplerConfig(_Table):
+    kind: Literal["embedded"] = Field(default="embedded", description="What generates: the JAX engine inside this process.")
+    slots: int = Field(default=64, ge=1, description="Sequences decoded at once.")
+    max_length: int = Field(default=1024, ge=2, description="Most tokens of a sequence, prompt included.")
+    page_size: int = Field(default=16, ge=1, description="Tokens per page of the KV cache.")
+    pages: int = Field(default=0, ge=0, description="Pages of the KV cache; 0: enough for every slot at max_length.")
+    prefill_chunk: int = Field(default=128, ge=1, description="Prompt tokens computed per prefill step.")
+    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Dtype of the sampler's weights and KV cache.")
+
+
+class PipelineConfig(_Table):
+    mode: Literal["sync", "async", "inflight"] = Field(
+        default="sync",
+        description="sync: generate, train, publish, repeat. async: rollouts never stop. inflight: weights also change under running generations.",
+    )
+    steps: int = Field(default=100, ge=1, description="Optimizer steps of the run.")
+    groups_per_step: int = Field(default=16, ge=1, description="Groups trained on in one optimizer step.")
+    group_size: int = Field(default=8, ge=1, description="Episodes per task.")
+    max_lag: int = Field(default=1, ge=0, description="async and inflight: most policy versions between sampling and training.")
+    window: int = Field(default=4, ge=1, description="async and inflight: a group may be passed by at most window - 1 later ones.")
+
+
+class AlgorithmConfig(_Table):
+    loss: Literal["grpo", "ppo_clip", "cispo"] = Field(default="grpo", description="The rule that turns ratios and advantages into a loss.")
+    baseline: Literal["group", "none"] = Field(default="group", description="group: advantage = reward - mean of the group. none: advantage = reward.")
+    scale_by_std: bool = Field(default=True, description="Divide the advantage by the group's standard deviation (off in Dr. GRPO).")
+    clip_low: float = Field(default=0.2, gt=0, description="The ratio is clipped at 1 - clip_low.")
+    clip_high: float = Field(default=0.2, gt=0, description="The ratio is clipped at 1 + clip_high (DAPO: 0.28).")
+    normaliser: Literal["tokens", "sequences", "constant"] = Field(
+        default="tokens",
+        description="Denominator over the step: trainable tokens (DAPO), mean over sequences of their token means (GRPO), or a constant per sequence (Dr. GRPO).",
+    )
+    normaliser_constant: float = Field(default=0.0, ge=0, description="Tokens per sequence for normaliser = constant; 0: sampling.max_tokens.")
+    correction_cap: float = Field(default=5.0, gt=0, description="Cap of the weight exp(policy - behaviour log-prob) that corrects for truncated or lossy sampling.")
+    entropy_weight: float = Field(default=0.0, description="Weight of the entropy bonus.")
+
+
+class PackingConfig(_Table):
+    row_length: int = Field(default=1024, ge=2, description="Tokens per row (T).")
+    rows: int = Field(default=1, ge=1, description="Rows per microbatch over the whole mesh; a multiple of data × fsdp.")
+    reads: int = Field(default=0, ge=0, description="Log-prob reads per row (U); 0: row_length.")
+    terms: int = Field(default=0, ge=0, description="Loss terms per row (M); 0: twice row_length.")
+    segments: int = Field(default=0, ge=0, description="Tree segments per row (S); 0: an eighth of row_length, at least 64.")
+    trajectories: int = Field(default=0, ge=0, description="Trajectories per row (N); 0: an eighth of row_length, at least 64.")
+    min_shared: int = Field(default=1, ge=1, description="Shortest run of tokens worth sharing.")
+
+
+class AttentionConfig(_Table):
+    impl: Literal["auto", "reference"] = Field(default="auto", description="Implementation of tree attention; auto picks by platform and shape.")
+    block_q: int = Field(default=128, ge=1, description="Query block of the plain JAX implementation.")
+    block_k: int = Field(default=128, ge=1, description="Key block of the plain JAX implementation.")
+
+
+class OptimizerConfig(_Table):
+    lr: float = Field(default=1e-5, ge=0, description="Peak learning rate of AdamW.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(default="constant", description="Course of the learning rate after warm-up; linear and cosine end at 0.")
+    warmup_steps: int = Field(default=0, ge=0, description="Steps of linear warm-up.")
+    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay; not on norms and biases.")
+    b1: float = Field(default=0.9, ge=0, lt=1, description="Decay of the first moment.")
+    b2: float = Field(default=0.95, ge=0, lt=1, description="Decay of the second moment.")
+    eps: float = Field(default=1e-8, gt=0, description="Added to the root of the second moment.")
+    clip_norm: float = Field(default=1.0, ge=0, description="Largest global gradient norm; 0 is off.")
+
+
+class MeshConfig(_Table):
+    data: int = Field(default=-1, ge=-1, description="Replicas; -1: whatever the other axes leave.")
+    fsdp: int = Field(default=1, ge=1, description="Ways parameters and rows are split.")
+    context: int = Field(default=1, ge=1, description="Ways the tokens of a row are split.")
+    tensor: int = Field(default=1, ge=1, description="Ways heads, MLP and vocabulary are split.")
+    expert: int = Field(default=1, ge=1, description="Ways experts are split.")
+
+
+class SftConfig(_Table):
+    data: str = Field(description="JSONL file of traces: rows with `prompt` and `completion`, or with `messages`.")
+    steps: int = Field(default=100, ge=1, description="Optimizer steps of the warm start.")
+    batch_size: int = Field(default=64, ge=1, description="Traces per step.")
+    lr: float = Field(default=1e-3, gt=0, description="Peak learning rate; decays to 0 by a cosine.")
+    warmup_steps: int = Field(default=10, ge=0, description="Steps of linear warm-up.")
+
+
+class CheckpointConfig(_Table):
+    every: int = Field(default=50, ge=1, description="Steps between checkpoints; the last step is always saved.")
+    keep: int = Field(default=2, ge=1, description="Most recent checkpoints kept.")
+    keep_best: bool = Field(default=True, description="Also keep the checkpoint with the best held-out (else training) reward.")
+
+
+class EvalConfig(_Table):
+    every: int = Field(default=0, ge=0, description="Steps between held-out evaluations; 0: only with `at_start` and at the end, if num_tasks > 0.")
+    num_tasks: int = Field(default=0, ge=0, description="Held-out tasks; 0: no evaluation.")
+    samples: int = Field(default=1, ge=1, description="Episodes per held-out task.")
+    temperature: float = Field(default=0.0, ge=0, description="Sampling temperature of the evaluation; 0 is greedy.")
+    at_start: bool = Field(default=True, description="Also evaluate before the first step.")
+
+
+class LogConfig(_Table):
+    tensorboard: bool = Field(default=True, description="Write TensorBoard event files.")
+    rollouts: int = Field(default=4, ge=0, description="Readable rollouts written per step.")
+    live: bool = Field(default=True, description="Show the live progress view when the output is a terminal.")
+
+
+class Config(_Table):
+    """A run, as its TOML file describes it."""
+
+    name: str = Field(default="run", description="Name of the run.")
+    out: str = Field(default="runs", description="Folder under which the run's own folder OUT/NAME is made.")
+    seed: int = Field(default=0, ge=0, lt=2**31, description="Seed of everything random in the run.")
+    model: ModelConfig
+    env: EnvConfig
+    sampling: SamplingConfig = SamplingConfig()
+    sampler: SamplerConfig = SamplerConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    packing: PackingConfig = PackingConfig()
+    attention: AttentionConfig = AttentionConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    mesh: MeshConfig = MeshConfig()
+    sft: SftConfig | None = Field(default=None, description="Supervised warm start before the first rollout.")
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    eval: EvalConfig = EvalConfig()
+    log: LogConfig = LogConfig()
+
+    @field_validator("env", mode="before")
+    @classmethod
+    def _env_by_name(cls, value):
+        return {"name": value} if isinstance(value, str) else value
+
+    @field_validator("sampler", mode="before")
+    @classmethod
+    def _sampler_by_kind(cls, value):
+        return {"kind": value} if isinstance(value, str) else value
+
+
+def _check_combinations(config: Config) -> None:
+    """Raises ConfigError for keys that are fine alone and wrong together."""
+    p, a = config.pipeline, config.algorithm
+    if a.baseline == "group" and p.group_size == 1:
+        raise ConfigError(
+            "pipeline.group_size", "a group baseline of one episode is always 0: use group_size ≥ 2 or algorithm.baseline = \"none\""
+        )
+    if config.sampling.max_tokens >= config.packing.row_length:
+        raise ConfigError(
+            "packing.row_length",
+            f"{config.packing.row_length} tokens cannot hold a prompt and sampling.max_tokens = {config.sampling.max_tokens}: raise it",
+        )
+    if config.sampling.max_tokens >= config.sampler.max_length:
+        raise ConfigError(
+            "sampler.max_length",
+            f"{config.sampler.max_length} tokens cannot hold a prompt and sampling.max_tokens = {config.sampling.max_tokens}: raise it",
+        )
+    if p.mode == "sync" and p.max_lag != PipelineConfig().max_lag:
+        raise ConfigError("pipeline.max_lag", "has no effect in mode = \"sync\": leave it out")
+
+
+def parse(tables: dict[str, Any]) -> Config:
+    """A Config from the tables of a TOML file. Raises ConfigError naming the first wrong key."""
+    try:
+        config = Config.model_validate(tables)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"]) or "(file)"
+        if first["type"] == "extra_forbidden":
+            raise ConfigError(key, _unknown_key(first["loc"])) from None
+        if first["type"] == "missing":
+            raise ConfigError(key, "is required") from None
+        raise ConfigError(key, f"{first['msg'].removeprefix('Value error, ')} (got {first['input']!r})") from None
+    _check_combinations(config)
+    return config
+
+
+def _unknown_key(location: tuple) -> str:
+    """What to say about an unknown key: the keys its table has."""
+    table: type[BaseModel] | None = Config
+    for part in location[:-1]:
+        annotation = table.model_fields[part].annotation if table else None
+        options = [annotation, *getattr(annotation, "__args__", ())]
+        table = next((o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), None)
+    return f"unknown key; this table has: {', '.join(sorted(table.model_fields))}" if table else "unknown key"
+
+
+def load(path: str | Path) -> Config:
+    """Reads a TOML file. Relative paths in it stay relative to the working directory. Raises
+    ConfigError if the file is missing, is not TOML or describes no run."""
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError("CONFIG", f"no such file: {path}")
+    try:
+        return parse(tomllib.loads(path.read_text()))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError("CONFIG", f"{path} is not TOML: {error}") from None

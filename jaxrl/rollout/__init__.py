@@ -1,0 +1,1 @@
+"""Sampler and environment protocols, and the token-exact chat between them."""
