@@ -1,0 +1,27 @@
+# The two commands of a newcomer: `make quickstart` and `make test`.
+PYTHON := .venv/bin/python
+EXTRAS ?= dev
+
+.PHONY: quickstart test install lint lock
+
+install:
+	@sh bootstrap.sh "$(EXTRAS)"
+
+quickstart: install
+	$(PYTHON) -m jaxrl.train configs/quickstart.toml $(ARGS)
+
+test: install lint
+	$(PYTHON) -m pytest
+
+lint: install
+	.venv/bin/ruff check .
+	.venv/bin/lint-imports
+
+# Long proofs: tests/proofs/proof_NAME.py; the last log of each is committed under docs/proofs/.
+verify-%: install
+	@mkdir -p docs/proofs
+	$(PYTHON) tests/proofs/proof_$*.py 2>&1 | tee docs/proofs/$*.log
+
+# Pins every dependency of every extra to the newest version that pyproject.toml allows.
+lock:
+	uv pip compile -q pyproject.toml --all-extras --universal --python-version 3.12 --no-header --no-annotate --upgrade -o lock.txt

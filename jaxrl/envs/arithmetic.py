@@ -1,0 +1,58 @@
+"""Addition: the smallest task with a checkable answer.
+
+Two forms. `sums` continues the text "934+1208=" and suits a small model without a chat template;
+`arithmetic` asks a chat model "What is 9 + 4?". The reward is 1 if the answer is right, else 0.
+"""
+
+import random
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrl.rollout.environment import Chat, Environment
+
+NUMBER = re.compile(r"-?\d+")
+
+
+def draw_sums(count: int, digits: tuple[int, int], smallest: int, seed: str) -> list[dict[str, Any]]:
+    """`count` rows {a, b, answer} with numbers of digits[0] to digits[1] digits, each length equally likely."""
+    draw = random.Random(seed)
+
+    def number() -> int:
+        length = draw.randint(*digits)
+        return draw.randint(max(smallest, 10 ** (length - 1) if length > 1 else 0), 10**length - 1)
+
+    pairs = ((number(), number()) for _ in range(count))
+    return [{"a": a, "b": b, "answer": a + b} for a, b in pairs]
+
+
+def last_number(text: str) -> int | None:
+    found = NUMBER.findall(text)
+    return int(found[-1]) if found else None
+
+
+async def continue_sum(task: Mapping[str, Any], chat: Chat) -> float:
+    reply = await chat.complete(f"{task['a']}+{task['b']}=")
+    return float(last_number(reply.text) == task["answer"])
+
+
+async def ask_sum(task: Mapping[str, Any], chat: Chat) -> float:
+    reply = await chat.ask(f"What is {task['a']} + {task['b']}?")
+    return float(last_number(reply.text) == task["answer"])
+
+
+def sums(seed: int, train: int = 100_000, heldout: int = 512, digits: tuple[int, int] = (1, 3)) -> Environment:
+    """"934+1208=" for a base model. No held-out pair is among the training rows."""
+    heldout_rows = draw_sums(heldout, digits, 0, f"heldout {seed}")
+    reserved = {(row["a"], row["b"]) for row in heldout_rows}
+    train_rows = [row for row in draw_sums(train, digits, 0, f"train {seed}") if (row["a"], row["b"]) not in reserved]
+    return Environment(rollout=continue_sum, train=train_rows, heldout=heldout_rows)
+
+
+def arithmetic(seed: int, train: int = 4000, heldout: int = 256, digits: tuple[int, int] = (1, 1)) -> Environment:
+    """"What is 9 + 4?" for a chat model. One-digit sums are 81 in all: there, held-out rows repeat training rows."""
+    return Environment(
+        rollout=ask_sum,
+        train=draw_sums(train, digits, 1, f"train {seed}"),
+        heldout=draw_sums(heldout, digits, 1, f"heldout {seed}"),
+    )

@@ -1,0 +1,89 @@
+"""The built-in tasks: rows, rewards, and errors that name the key."""
+
+import asyncio
+from dataclasses import dataclass
+
+import pytest
+
+from jaxrl.config import ConfigError, EnvConfig
+from jaxrl.envs import make_environment
+from jaxrl.envs.gsm8k import is_correct
+from jaxrl.rollout.environment import Reply
+
+
+@dataclass
+class FixedChat:
+    """Answers every call with one text and remembers what it was asked."""
+
+    text: str
+    asked: str = ""
+
+    async def ask(self, content, **_):
+        self.asked = content
+        return Reply(self.text, "stop", 1)
+
+    async def complete(self, text="", **_):
+        return await self.ask(text)
+
+
+def reward(environment, task, text):
+    chat = FixedChat(text)
+    outcome = asyncio.run(environment.rollout(task, chat))
+    return getattr(outcome, "reward", outcome), chat.asked
+
+
+def test_sums_hold_out_pairs_and_check_the_last_number():
+    environment = make_environment(EnvConfig(name="sums", args={"train": 2000, "heldout": 600}), seed=1)
+    pairs = [{(row["a"], row["b"]) for row in rows} for rows in (environment.train, environment.heldout)]
+    assert not pairs[0] & pairs[1]
+    assert len(environment.heldout) == 600
+    lengths = {len(str(row["a"])) for row in environment.train}
+    assert lengths == {1, 2, 3}
+    task = {"a": 934, "b": 1208, "answer": 2142}
+    assert reward(environment, task, "2142") == (1.0, "934+1208=")
+    assert reward(environment, task, "4+8=12 2142")[0] == 1.0
+    assert reward(environment, task, "2141")[0] == 0.0
+    assert reward(environment, task, "")[0] == 0.0
+
+
+def test_the_seed_decides_the_rows():
+    rows = [make_environment(EnvConfig(name="sums", args={"train": 50}), seed=s).train for s in (1, 1, 2)]
+    assert rows[0] == rows[1] != rows[2]
+
+
+def test_arithmetic_asks_in_words():
+    environment = make_environment(EnvConfig(name="arithmetic"), seed=0)
+    assert all(1 <= row["a"] <= 9 and 1 <= row["b"] <= 9 for row in environment.train)
+    value, asked = reward(environment, {"a": 9, "b": 4, "answer": 13}, "9 + 4 is 13.")
+    assert value == 1.0
+    assert asked == "What is 9 + 4?"
+
+
+def test_gsm8k_has_every_problem_and_checks_by_value():
+    environment = make_environment(EnvConfig(name="gsm8k"), seed=0)
+    assert (len(environment.train), len(environment.heldout)) == (7473, 1319)
+    task = environment.heldout[0]
+    assert task["answer"] == "18"
+    assert reward(environment, task, "She makes 9 * 2 = \\boxed{18} dollars")[0] == 1.0
+    assert reward(environment, task, "The answer is \\boxed{19}")[0] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "correct"),
+    [
+        ("\\boxed{1,000}", "1000", True),
+        ("\\boxed{0.5}", "\\frac{1}{2}", True),
+        ("so the final answer is $12$.", "12", True),
+        ("I do not know", "12", False),
+        ("", "12", False),
+    ],
+)
+def test_math_verify_compares_values(text, answer, correct):
+    assert is_correct(text, answer) is correct
+
+
+def test_unknown_names_are_named():
+    with pytest.raises(ConfigError, match="env.name.*no built-in task 'sumz'"):
+        make_environment(EnvConfig(name="sumz"), seed=0)
+    with pytest.raises(ConfigError, match="env.args.digit`: unknown argument of sums; it has: train, heldout, digits"):
+        make_environment(EnvConfig(name="sums", args={"digit": 3}), seed=0)
