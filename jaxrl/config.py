@@ -125,8 +125,8 @@ class PackingConfig(_Table):
 
 class AttentionConfig(_Table):
     impl: Literal["auto", "reference"] = Field(default="auto", description="Implementation of tree attention; auto picks by platform and shape.")
-    block_q: int = Field(default=128, ge=1, description="Query block of the plain JAX implementation.")
-    block_k: int = Field(default=128, ge=1, description="Key block of the plain JAX implementation.")
+    block_q: int = Field(default=0, ge=0, description="Query block of the plain JAX implementation; 0: by platform.")
+    block_k: int = Field(default=0, ge=0, description="Key block of the plain JAX implementation; 0: by platform.")
 
 
 class OptimizerConfig(_Table):

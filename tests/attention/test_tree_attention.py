@@ -1,0 +1,121 @@
+"""`tree_attention` over every layout of eight devices, and over rows with padding."""
+
+import logging
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxrl.attention import tree_attention
+from jaxrl.attention.naive import naive_attention
+from jaxrl.config import AttentionConfig, ConfigError, MeshConfig
+from jaxrl.mesh import ROW_AXES, make_mesh, row_sharding
+
+CONFIG = AttentionConfig(block_q=16, block_k=32)
+LAYOUTS = [
+    {"data": 8},
+    {"fsdp": 8},
+    {"context": 8},
+    {"tensor": 8},
+    {"data": 2, "fsdp": 2, "context": 2},
+    {"data": 2, "context": 4},
+    {"fsdp": 2, "context": 2, "tensor": 2},
+    {"context": 4, "tensor": 2},
+    {"data": 2, "context": 2, "expert": 2},
+]
+
+
+def rows_of(rng, rows, num_tokens):
+    """subtree_end [R, T]: three segments with two children each, then padding."""
+    end = np.arange(1, num_tokens + 1) * np.ones((rows, 1), int)
+    for row in end:
+        cut = np.sort(rng.choice(np.arange(1, num_tokens - 10), 9, replace=False))
+        for a, b, c in cut.reshape(3, 3):
+            row[a:b] = c
+        row[: cut[0]] = cut[-1]
+        for a, b, c in cut.reshape(3, 3):
+            row[b : (b + c) // 2], row[(b + c) // 2 : c] = (b + c) // 2, c
+    return jnp.asarray(end, jnp.int32)
+
+
+def case(seed, rows=8, num_tokens=64, heads=16, kv_heads=8, size=8):
+    rng = np.random.default_rng(seed)
+    shapes = [(rows, num_tokens, n, size) for n in (heads, kv_heads, kv_heads, heads)]
+    q, k, v, weights = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes)
+    return q, k, v, rows_of(rng, rows, num_tokens), weights
+
+
+def run(attention, q, k, v, end, weights):
+    loss = lambda q, k, v: (attention(q, k, v, end) * weights).sum()
+    gradients = jax.jit(jax.grad(loss, (0, 1, 2)))(q, k, v)
+    return dict(zip(("out", "dq", "dk", "dv"), (jax.jit(attention)(q, k, v, end), *gradients), strict=True))
+
+
+def dense(q, k, v, end):
+    offset = jnp.broadcast_to(jnp.arange(end.shape[1]), end.shape)
+    return naive_attention(q, k, v, offset, offset, end, scale=0.3)[0]
+
+
+def largest_error(got, want):
+    return max(np.linalg.norm(got[n] - want[n]) / np.linalg.norm(want[n]) for n in want)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: " ".join(f"{a}{n}" for a, n in layout.items()))
+def test_every_layout_equals_naive(layout):
+    mesh = make_mesh(MeshConfig(**{"data": 1, **layout}))
+    args = case(0)
+    heads = NamedSharding(mesh, PartitionSpec(ROW_AXES, "context", "tensor"))
+    placed = jax.device_put(args, (heads, heads, heads, row_sharding(mesh, tokens=True), heads))
+    got = run(partial(tree_attention, scale=0.3, config=CONFIG, mesh=mesh), *placed)
+    assert got["out"].sharding.is_equivalent_to(heads, 4)
+    assert largest_error(got, run(dense, *args)) <= 1e-5
+
+
+@pytest.mark.parametrize("layout", [None, {"context": 2, "data": 4}])
+def test_padding_holding_nan_changes_no_bit(layout):
+    """Padding sees itself, so its own output is NaN; nothing else is."""
+    mesh = layout and make_mesh(MeshConfig(**layout))
+    attention = partial(tree_attention, scale=0.3, config=CONFIG, mesh=mesh)
+    q, k, v, end, weights = case(1)
+    valid = np.arange(64) < 64 - 10
+    end = jnp.where(valid, end, jnp.arange(1, 65))
+    poison = lambda x: jnp.where(valid[:, None, None], x, jnp.nan)
+    want = run(attention, q, k, v, end, jnp.where(valid[:, None, None], weights, 0))
+    got = run(attention, poison(q), poison(k), poison(v), end, poison(weights))
+    for name in want:
+        np.testing.assert_array_equal(got[name][:, valid], want[name][:, valid], err_msg=name)
+
+
+def test_a_token_alone_returns_its_value():
+    q, k, v, _, weights = case(2)
+    end = jnp.broadcast_to(jnp.arange(1, 65, dtype=jnp.int32), (8, 64))
+    got = run(partial(tree_attention, scale=0.3, config=CONFIG, mesh=None), q, k, v, end, weights)
+    want = run(dense, q, k, v, end, weights)
+    np.testing.assert_array_equal(got["out"], np.repeat(v, 2, axis=2))
+    assert not got["dq"].any() and not got["dk"].any()
+    np.testing.assert_allclose(got["dv"], want["dv"], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape", "key"),
+    [
+        ({"tensor": 4}, {"heads": 8, "kv_heads": 2}, "mesh.tensor"),
+        ({"context": 8}, {"num_tokens": 60}, "packing.row_length"),
+        ({"data": 8}, {"rows": 4}, "packing.rows"),
+    ],
+)
+def test_what_cannot_be_split_names_its_key(layout, shape, key):
+    with pytest.raises(ConfigError, match=key) as error:
+        tree_attention(*case(3, **shape)[:4], scale=1.0, config=CONFIG, mesh=make_mesh(MeshConfig(**layout)))
+    assert error.value.key == key
+
+
+def test_the_choice_is_logged_once(caplog):
+    config = AttentionConfig(block_q=8, block_k=8)
+    with caplog.at_level(logging.INFO, "jaxrl.attention"):
+        for _ in range(2):
+            tree_attention(*case(4, rows=1, heads=1, kv_heads=1)[:4], scale=1.0, config=config, mesh=None)
+    assert [r.message for r in caplog.records] == ["tree attention: plain JAX, blocks of 8 queries × 8 keys, on cpu"]
