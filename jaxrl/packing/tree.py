@@ -1,0 +1,194 @@
+"""The radix tree over all trajectories of a step.
+
+A node is a maximal run of tokens on the same set of trajectories. It is found by divide and conquer:
+one trajectory of a set, drawn at random, is the pivot; the length of its common prefix with each of
+the others says where they leave it, and those that leave at the same place by the same token are the
+next sets. A random pivot halves the set a trajectory is in, in expectation, whatever the shape of the
+tree (the argument of multikey quicksort, Bentley & Sedgewick 1997), and no token is compared again
+once it is known to be shared: O(n log n) comparisons over O(tokens) data, never n².
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+# Tokens compared at first, and the factor by which the next stretch grows: most pairs differ within a
+# few tokens, a shared prompt takes three comparisons.
+FIRST_STRETCH = 64
+STRETCH_GROWTH = 16
+
+
+@dataclass(frozen=True)
+class PrefixTree:
+    """Nodes in pre-order, largest subtree first among siblings. Arrays over nodes have shape [K].
+
+    The tokens of node v are `ids[example[v]][start[v]:end[v]]` and positions start..end - 1; its subtree
+    is nodes v..stop[v] - 1. `canonical` differs from v only where siblings begin with the same token id
+    (kept apart by content or by min_shared): it is then the first of them, whose read of that token
+    they share.
+    """
+
+    parent: np.ndarray  # int64, -1 at a root
+    start: np.ndarray
+    end: np.ndarray
+    example: np.ndarray  # a trajectory that runs through the node
+    stop: np.ndarray
+    canonical: np.ndarray
+    last: np.ndarray  # [n] the node in which each trajectory ends
+    unique_tokens: int  # of the tree in which every common prefix is shared, min_shared = 1
+
+
+def common_prefix(a: np.ndarray, b: np.ndarray, start: int) -> int:
+    """Length of the common prefix of a and b, which agree on [0, start)."""
+    limit = min(len(a), len(b))
+    stretch = FIRST_STRETCH
+    while start < limit:
+        stop = min(start + stretch, limit)
+        differs = a[start:stop] != b[start:stop]
+        first = int(differs.argmax())
+        if differs[first]:
+            return start + first
+        start = stop
+        stretch *= STRETCH_GROWTH
+    return limit
+
+
+def build_tree(
+    ids: Sequence[np.ndarray], content_keys: Sequence[np.ndarray | None] | None = None, min_shared: int = 1
+) -> PrefixTree:
+    """The prefix tree of n sequences, each of at least one token.
+
+    ids: n integer arrays [L]. content_keys: for tokens that stand for more than their id (an image
+    patch), n integer arrays [L] or None (all zeros): two tokens are merged only if id and key agree.
+    min_shared: a run shorter than this is copied into the branches that follow it instead.
+    """
+    keys = _filled_keys(ids, content_keys)
+    parent, end, example, last = _grow(ids, keys)
+    start = [end[p] if p >= 0 else 0 for p in parent]
+    unique_tokens = sum(end) - sum(start)
+    if min_shared > 1:
+        parent, start, end, example, last = _copy_short_runs(parent, start, end, example, last, min_shared)
+    parent, start, end, example, stop, last = _preorder(parent, start, end, example, last)
+    canonical = np.arange(len(parent))
+    if min_shared > 1 or keys is not None:
+        first_of: dict[tuple[int, int], int] = {}
+        for v, up in enumerate(parent.tolist()):
+            if up >= 0:
+                canonical[v] = first_of.setdefault((up, int(ids[example[v]][start[v]])), v)
+    return PrefixTree(parent, start, end, example, stop, canonical, last, unique_tokens)
+
+
+def _filled_keys(ids, content_keys) -> list[np.ndarray] | None:
+    if content_keys is None or all(key is None for key in content_keys):
+        return None
+    return [np.zeros(len(x), np.int64) if key is None else key for x, key in zip(ids, content_keys, strict=True)]
+
+
+def _parted(members, position, ids, keys):
+    """Members by their token at `position`."""
+    sets: dict[object, list[int]] = {}
+    if keys is None:
+        for m in members:
+            sets.setdefault(int(ids[m][position]), []).append(m)
+    else:
+        for m in members:
+            sets.setdefault((int(ids[m][position]), int(keys[m][position])), []).append(m)
+    return sets.values()
+
+
+def _grow(ids, keys):
+    """Nodes in an order in which parents come first: parent, end, example [K], and last [n]."""
+    parent: list[int] = []
+    end: list[int] = []
+    example: list[int] = []
+    last = [0] * len(ids)
+    draw = random.Random(0).random  # the tree does not depend on the pivots, only the time does
+    sets = [(members, 0, -1) for members in _parted(range(len(ids)), 0, ids, keys)]
+    while sets:
+        members, depth, up = sets.pop()
+        if len(members) == 1:
+            last[members[0]] = len(parent)
+            parent.append(up)
+            end.append(len(ids[members[0]]))
+            example.append(members[0])
+            continue
+        pivot = members[int(draw() * len(members))]
+        pivot_ids = ids[pivot]
+        leaves_at: dict[int, list[int]] = {len(pivot_ids): [pivot]}
+        for m in members:
+            if m != pivot:
+                shared = common_prefix(ids[m], pivot_ids, depth)
+                if keys is not None:
+                    shared = min(shared, common_prefix(keys[m], keys[pivot], depth))
+                leaves_at.setdefault(shared, []).append(m)
+        for cut in sorted(leaves_at):
+            node = len(parent)
+            parent.append(up)
+            end.append(cut)
+            example.append(pivot)
+            going_on = []
+            for m in leaves_at[cut]:
+                if len(ids[m]) == cut:
+                    last[m] = node
+                else:
+                    going_on.append(m)
+            sets.extend((part, cut, node) for part in _parted(going_on, cut, ids, keys))
+            up = node
+    return parent, end, example, last
+
+
+def _copy_short_runs(parent, start, end, example, last, min_shared):
+    """The tree in which no run shorter than min_shared is shared by trajectories that part after it."""
+    branches = [0] * len(parent)
+    for up in parent:
+        if up >= 0:
+            branches[up] += 1
+    ends_here = set(last)
+    new: tuple[list[int], list[int], list[int], list[int]] = ([], [], [], [])
+    hangs_on = [(-1, 0)] * len(parent)  # new parent of a node's children, and where their tokens begin
+    new_of = [-1] * len(parent)
+    for v, up in enumerate(parent):
+        new_parent, begin = hangs_on[up] if up >= 0 else (-1, 0)
+        parts = branches[v] + (v in ends_here) > 1
+        dissolved = parts and end[v] - begin < min_shared
+        hangs_on[v] = (new_parent, begin)
+        if not dissolved or v in ends_here:
+            new_of[v] = len(new[0])
+            for column, value in zip(new, (new_parent, begin, end[v], example[v]), strict=True):
+                column.append(value)
+            if not dissolved:
+                hangs_on[v] = (new_of[v], end[v])
+    return *new, [new_of[v] for v in last]
+
+
+def _preorder(parent, start, end, example, last):
+    """Renumbers nodes so that a subtree is a range, the largest subtree first among siblings."""
+    num_nodes = len(parent)
+    tokens = [e - s for s, e in zip(start, end, strict=True)]
+    nodes = [1] * num_nodes
+    for v in range(num_nodes - 1, -1, -1):
+        if parent[v] >= 0:
+            tokens[parent[v]] += tokens[v]
+            nodes[parent[v]] += nodes[v]
+    children: list[list[int]] = [[] for _ in range(num_nodes + 1)]
+    for v in np.lexsort((example, -np.asarray(tokens))).tolist():
+        children[parent[v]].append(v)
+    number = [0] * num_nodes
+    first = 0
+    for v in children[-1]:
+        number[v] = first
+        first += nodes[v]
+    for v in range(num_nodes):
+        first = number[v] + 1
+        for child in children[v]:
+            number[child] = first
+            first += nodes[child]
+    order = np.empty(num_nodes, np.int64)
+    number = np.asarray(number, np.int64)
+    order[number] = np.arange(num_nodes)
+    parent = np.asarray(parent, np.int64)[order]
+    parent[parent >= 0] = number[parent[parent >= 0]]
+    start, end, example, nodes = (np.asarray(column, np.int64)[order] for column in (start, end, example, nodes))
+    return parent, start, end, example, np.arange(num_nodes) + nodes, number[np.asarray(last, np.int64)]
