@@ -1,11 +1,13 @@
 """The built-in tasks: rows, rewards, and errors that name the key."""
 
 import asyncio
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
-from jaxrl.config import ConfigError, EnvConfig
+from jaxrl.config import ConfigError, EnvConfig, load
 from jaxrl.envs import make_environment
 from jaxrl.envs.gsm8k import is_correct
 from jaxrl.rollout.environment import Reply
@@ -49,6 +51,28 @@ def test_sums_hold_out_pairs_and_check_the_last_number():
 def test_the_seed_decides_the_rows():
     rows = [make_environment(EnvConfig(name="sums", args={"train": 50}), seed=s).train for s in (1, 1, 2)]
     assert rows[0] == rows[1] != rows[2]
+    heldout = [make_environment(EnvConfig(name="sums"), seed=s).heldout for s in (1, 2)]
+    assert heldout[0] == heldout[1]
+    assert len(heldout[0]) == 512
+
+
+def test_the_quickstart_traces_are_right_and_keep_clear_of_the_heldout_sums():
+    heldout = {f"{row['a']}+{row['b']}=" for row in make_environment(EnvConfig(name="sums"), seed=0).heldout}
+    traces = [json.loads(line) for line in Path("configs/quickstart/traces.jsonl").read_text().splitlines()]
+    assert len(traces) == 2000
+    for trace in traces:
+        a, b = trace["prompt"].rstrip("=").split("+")
+        worked, answer = trace["completion"].split(";")
+        assert int(answer) == int(a) + int(b)
+        assert worked[::-1] == answer
+        assert trace["prompt"] not in heldout
+
+
+@pytest.mark.parametrize("path", sorted(Path("configs").glob("*.toml")), ids=lambda path: path.stem)
+def test_every_config_is_valid(path):
+    config = load(path)
+    if not config.env.name.endswith(".py"):
+        make_environment(config.env, config.seed)
 
 
 def test_arithmetic_asks_in_words():
