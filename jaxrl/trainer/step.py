@@ -1,0 +1,243 @@
+"""The optimizer step: gradients summed over microbatches, then one update. State in, state out.
+
+    train_step:  totals = zeros
+                 for every batch of rows:  totals += loss and gradient sums      (jitted, accumulator donated)
+                 state = AdamW(state, totals), unless a number is not finite     (jitted, state donated)
+
+Losses are sums whose denominators the packer folded into the terms' weights, so adding microbatches
+up is all there is to accumulation. Nothing here waits for the device: metrics are jax arrays.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl.config import Config
+from jaxrl.data import LossTerms, PackedRows
+from jaxrl.losses import LOSSES
+from jaxrl.losses.aligned import LossSums, add_sums, means, reduce_sums
+from jaxrl.models.architecture import Architecture
+from jaxrl.models.decoder import Decoder, abstract_variables, shardings
+from jaxrl.trainer.forward import Variables, row_logprobs, row_losses
+from jaxrl.trainer.optimizer import make_optimizer, make_schedule
+from jaxrl.trainer.placement import check_mesh, put_rows
+from jaxrl.trainer.state import TrainState, variables_of
+
+Metrics = dict[str, jax.Array]  # scalars
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Totals:
+    """What the microbatches of a step add up to. Floats are float32, or float64 with such parameters."""
+
+    gradients: Any
+    loss: jax.Array
+    sums: LossSums
+    num_batches: jax.Array  # int32
+    nonfinite_batch: jax.Array  # int32: the first batch with a loss or gradient that is not finite, or -1
+    nonfinite_row: jax.Array  # int32: the first such row of it, by its loss; -1 if only gradients are
+
+
+@dataclass(frozen=True)
+class Update:
+    """The jitted parts of an optimizer step under one loss and one schedule."""
+
+    zero: Callable[[], Totals]
+    accumulate: Callable[[Any, Any, Totals, PackedRows], Totals]  # (trainable, frozen, totals, rows)
+    apply: Callable[[TrainState, Totals], tuple[TrainState, Metrics]]
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """Made by `make_trainer`. Holds compiled functions and shardings, no state."""
+
+    config: Config
+    mesh: Mesh
+    decoder: Decoder
+    init: Callable[[Variables], TrainState]
+    _forward: Callable[[Variables, PackedRows], jax.Array]
+    _reinforce: Update
+    _supervise: Update
+
+    def train_step(self, state: TrainState, batches: Sequence[PackedRows]) -> tuple[TrainState, Metrics]:
+        """One optimizer update by the config's loss over all `batches` (numpy, each [packing.rows, T]).
+
+        `state` is donated: use the returned one. If a loss or a gradient is not finite the returned
+        state equals the one given, `nonfinite` is 1, and `nonfinite_batch` and `nonfinite_row` say where.
+        """
+        return self._step(self._reinforce, state, batches)
+
+    def sft_step(self, state: TrainState, batches: Sequence[PackedRows]) -> tuple[TrainState, Metrics]:
+        """The same step with the sft loss and the learning rate of the config's `sft` table. Begin the
+        reinforcement afterwards from `init(variables(state))`: its optimizer state and step start anew."""
+        return self._step(self._supervise, state, batches)
+
+    def _step(self, update: Update, state: TrainState, batches: Sequence[PackedRows]) -> tuple[TrainState, Metrics]:
+        if not batches:
+            raise ValueError("an optimizer step needs at least one batch of rows")
+        totals = update.zero()
+        for rows in batches:
+            totals = update.accumulate(state.trainable, state.frozen, totals, self._put(rows))
+        return update.apply(state, totals)
+
+    def logprobs(self, state: TrainState, rows: PackedRows) -> jax.Array:
+        """Log-prob of every read, [R, U] in nats at the read's temperature, on every process. No gradient."""
+        return self._forward(self.variables(state), self._put(rows))
+
+    def variables(self, state: TrainState) -> Variables:
+        """{"params": base} or {"params": base, "lora": adapters}. The arrays are the state's own: the next
+        step donates them, so whoever keeps them copies them first."""
+        return variables_of(state.trainable, state.frozen)
+
+    def _put(self, rows: PackedRows) -> PackedRows:
+        expected = (self.config.packing.rows, self.config.packing.row_length)
+        if rows.tokens.shape != expected:
+            raise ValueError(f"rows of shape {rows.tokens.shape}: packing.rows and packing.row_length make it {expected}")
+        return put_rows(rows, self.mesh)
+
+
+def make_trainer(config: Config, architecture: Architecture, mesh: Mesh) -> Trainer:
+    """Compiles nothing yet. Raises ConfigError, naming the key, if the model or the rows cannot be
+    split over the mesh."""
+    check_mesh(config, architecture, mesh)
+    model = config.model
+    decoder = Decoder(architecture, jnp.dtype(model.dtype), jnp.dtype(model.param_dtype), model.remat, model.lora, mesh=mesh)
+    placed = shardings(decoder, mesh)
+    trainable = "params" if model.lora is None else "lora"
+
+    schedule = make_schedule(
+        config.optimizer.lr, config.optimizer.schedule, config.optimizer.warmup_steps, config.pipeline.steps
+    )
+    reinforce = _make_update(LOSSES[config.algorithm.loss], schedule, config, decoder, placed[trainable])
+    supervise = reinforce
+    if config.sft is not None:
+        schedule = make_schedule(config.sft.lr, "cosine", config.sft.warmup_steps, config.sft.steps)
+        supervise = _make_update(LOSSES["sft"], schedule, config, decoder, placed[trainable])
+
+    def forward(variables, rows):
+        return row_logprobs(variables, rows, decoder, config.attention, mesh)[0]
+
+    return Trainer(
+        config=config,
+        mesh=mesh,
+        decoder=decoder,
+        init=_make_init(config, decoder, placed, trainable),
+        _forward=jax.jit(forward, out_shardings=_replicated(mesh)),
+        _reinforce=reinforce,
+        _supervise=supervise,
+    )
+
+
+def _make_update(loss: Callable, schedule: optax.Schedule, config: Config, decoder: Decoder, placed: Any) -> Update:
+    """The parts of a step. `placed` are the shardings of the trainable parameters, and of their gradients."""
+    mesh, algorithm = decoder.mesh, config.algorithm
+    optimizer = make_optimizer(config.optimizer, schedule)
+    dtype = jnp.promote_types(config.model.param_dtype, jnp.float32)
+    shapes = abstract_variables(decoder)["params" if config.model.lora is None else "lora"]
+    placed_totals = Totals(placed, *[_replicated(mesh)] * 5)
+
+    def zero() -> Totals:
+        slot = jnp.zeros(1, dtype)
+        _, sums = jax.eval_shape(lambda: loss(slot, slot, LossTerms(*[slot] * 8), algorithm))
+        return Totals(
+            gradients=jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), shapes),
+            loss=jnp.zeros((), dtype),
+            sums=jax.tree.map(lambda _: jnp.zeros((), dtype), sums),
+            num_batches=jnp.int32(0),
+            nonfinite_batch=jnp.int32(-1),
+            nonfinite_row=jnp.int32(-1),
+        )
+
+    def accumulate(trainable: Any, frozen: Any, totals: Totals, rows: PackedRows) -> Totals:
+        def batch_loss(trainable):
+            logp, entropy = row_logprobs(variables_of(trainable, frozen), rows, decoder, config.attention, mesh)
+            losses_R, sums_R = row_losses(logp, entropy, rows, loss, algorithm)
+            return losses_R.sum(), (losses_R, sums_R)
+
+        (batch_sum, (losses_R, sums_R)), gradients = jax.value_and_grad(batch_loss, has_aux=True)(trainable)
+        bad_R = ~jnp.isfinite(losses_R)
+        is_bad = bad_R.any() | ~jnp.isfinite(optax.global_norm(gradients))
+        is_first = is_bad & (totals.nonfinite_batch < 0)
+        return Totals(
+            gradients=jax.tree.map(lambda total, x: total + x.astype(dtype), totals.gradients, gradients),
+            loss=totals.loss + batch_sum.astype(dtype),
+            sums=add_sums(totals.sums, jax.tree.map(lambda x: x.astype(dtype), reduce_sums(sums_R))),
+            num_batches=totals.num_batches + 1,
+            nonfinite_batch=jnp.where(is_first, totals.num_batches, totals.nonfinite_batch),
+            nonfinite_row=jnp.where(is_first & bad_R.any(), jnp.argmax(bad_R).astype(jnp.int32), totals.nonfinite_row),
+        )
+
+    def apply(state: TrainState, totals: Totals) -> tuple[TrainState, Metrics]:
+        norm = optax.global_norm(totals.gradients)
+        is_finite = jnp.isfinite(norm) & jnp.isfinite(totals.loss)
+        gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), totals.gradients, state.trainable)
+        updates, opt_state = optimizer.update(gradients, state.opt_state, state.trainable)
+        updated = TrainState(state.step + 1, optax.apply_updates(state.trainable, updates), state.frozen, opt_state)
+        metrics = means(totals.sums) | {
+            "loss": totals.loss,
+            "gradient_norm": norm,
+            "learning_rate": schedule(state.step),
+            "nonfinite": 1 - is_finite,
+            "nonfinite_batch": totals.nonfinite_batch,
+            "nonfinite_row": totals.nonfinite_row,
+        }
+        return jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), updated, state), metrics
+
+    jitted = jax.jit(
+        apply, donate_argnums=(0, 1), out_shardings=(_state_shardings(optimizer, shapes, placed, mesh), _replicated(mesh))
+    )
+
+    def apply_without_frozen(state: TrainState, totals: Totals) -> tuple[TrainState, Metrics]:
+        """The base takes no part: it is not donated either."""
+        updated, metrics = jitted(replace(state, frozen={}), totals)
+        return replace(updated, frozen=state.frozen), metrics
+
+    return Update(
+        zero=jax.jit(zero, out_shardings=placed_totals),
+        accumulate=jax.jit(accumulate, donate_argnums=2, out_shardings=placed_totals),
+        apply=apply_without_frozen,
+    )
+
+
+def _make_init(config: Config, decoder: Decoder, placed: Variables, trainable: str) -> Callable[[Variables], TrainState]:
+    optimizer = make_optimizer(config.optimizer, optax.constant_schedule(0.0))  # its state is that of any schedule
+    shapes = abstract_variables(decoder)[trainable]
+    out = _state_shardings(optimizer, shapes, placed[trainable], decoder.mesh)
+
+    def start(parameters) -> TrainState:
+        copied = jax.tree.map(jnp.copy, parameters)
+        return TrainState(jnp.int32(0), copied, {}, optimizer.init(copied))
+
+    jitted = jax.jit(start, out_shardings=out)
+
+    def init(variables: Variables) -> TrainState:
+        """Step 0 from the decoder's variables. Trained parameters are copied, for every step donates them."""
+        if set(variables) != set(placed):
+            raise ValueError(f"variables {sorted(variables)} given, this model has {sorted(placed)}")
+        state = jitted(jax.device_put(variables[trainable], placed[trainable]))
+        frozen = jax.device_put(variables["params"], placed["params"]) if trainable == "lora" else {}
+        return replace(state, frozen=frozen)
+
+    return init
+
+
+def _state_shardings(optimizer: optax.GradientTransformation, shapes: Any, placed: Any, mesh: Mesh) -> TrainState:
+    """Moments lie where their parameters do; counters everywhere."""
+    opt_state = optax.tree_map_params(
+        optimizer,
+        lambda _, sharding: sharding,
+        jax.eval_shape(optimizer.init, shapes),
+        placed,
+        transform_non_params=lambda _: _replicated(mesh),
+    )
+    return TrainState(_replicated(mesh), placed, {}, opt_state)
+
+
+def _replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
