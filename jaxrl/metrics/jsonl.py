@@ -1,0 +1,65 @@
+"""metrics.jsonl: one JSON object per line, flushed, so that a killed process loses no finished line."""
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+
+class JsonlTracker:
+    """Appends {"step": …, "time": seconds since 1970, metric: value, …}. NaN and infinities become null:
+    JSON has no word for them."""
+
+    def __init__(self, path: str | Path):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "a", encoding="utf-8")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        values = {name: float(value) for name, value in metrics.items()}
+        line = {"step": int(step), "time": round(time.time(), 3)} | {
+            n: v if math.isfinite(v) else None for n, v in values.items()
+        }
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read(path: str | Path) -> Iterator[dict[str, Any]]:
+    """The lines of a metrics file that are whole."""
+    for _, line in _whole_lines(Path(path)):
+        yield line
+
+
+def cut(path: str | Path, step: int) -> None:
+    """Truncates a file of step-ordered JSON lines after the last line of `step`: later steps and a
+    half-written last line go. A file that is not there is left alone."""
+    path = Path(path)
+    if not path.exists():
+        return
+    end = 0
+    for line_end, line in _whole_lines(path):
+        if line["step"] > step:
+            break
+        end = line_end
+    if end < path.stat().st_size:
+        os.truncate(path, end)
+
+
+def _whole_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(offset of the line's end, its object) up to the first line that a crash left unfinished."""
+    offset = 0
+    with open(path, "rb") as file:
+        for raw in file:
+            try:
+                line = json.loads(raw) if raw.endswith(b"\n") else None
+            except ValueError:  # blocks of a line can reach the disk out of order when the machine goes down
+                line = None
+            if line is None:
+                return
+            offset += len(raw)
+            yield offset, line
