@@ -30,10 +30,11 @@ class Aligned(NamedTuple):
 
 def select(logp: jax.Array, entropy: jax.Array, terms: LossTerms) -> Aligned:
     """Zeroes unused slots (read -1) before anything is computed with them, so that a NaN in one
-    reaches neither a sum nor a gradient (0 · NaN would). Arrays of one shape, that of `terms`."""
+    reaches neither a sum nor a gradient (0 · NaN would). Arrays of one shape, that of `terms`;
+    everything is computed in logp's dtype."""
     used = terms.read >= 0
     floats = (logp, entropy, terms.policy_logp, terms.behaviour_logp, terms.advantage, terms.weight)
-    return Aligned(used, *(jnp.where(used, x, 0) for x in floats))
+    return Aligned(used, *(jnp.where(used, x, 0).astype(logp.dtype) for x in floats))
 
 
 def correction(a: Aligned, config: AlgorithmConfig) -> jax.Array:

@@ -40,7 +40,7 @@ def make_config(**tables) -> Config:
         "model": {"checkpoint": "tiny"},
         "env": "arithmetic",
         "sampling": {"max_tokens": 8},
-        "packing": {"row_length": 48, "rows": 2, "segments": 32, "trajectories": 16},
+        "packing": {"row_length": 40, "rows": 2, "segments": 32, "trajectories": 16},
         "optimizer": {"lr": 1e-3},
     }
     for name, table in tables.items():
@@ -103,7 +103,7 @@ def pad(forest: list[TrainingTrajectory]) -> dict[str, np.ndarray]:
     names = ("ids", "trainable", "policy_logp", "behaviour_logp")
     arrays = {name: stack(lambda t, name=name: getattr(t.trajectory, name)) for name in names}
     arrays |= {name: stack(lambda t, name=name: getattr(t, name)) for name in ("advantage", "weight")}
-    return arrays | {"temperature": np.array([t.trajectory.temperature for t in forest])}
+    return arrays | {"temperature": np.array([t.trajectory.temperature for t in forest], np.float32)}
 
 
 def naive_logprobs(decoder: Decoder, variables, padded):
@@ -126,8 +126,9 @@ def naive_logprobs(decoder: Decoder, variables, padded):
 def naive_losses(decoder: Decoder, variables, padded, c):
     """The sum of each loss over all trainable tokens, by name."""
     logp, entropy = naive_logprobs(decoder, variables, padded)
-    policy, behaviour, advantage, weight, mask = (
-        padded[name][:, 1:] for name in ("policy_logp", "behaviour_logp", "advantage", "weight", "trainable")
+    mask = padded["trainable"][:, 1:]
+    policy, behaviour, advantage, weight = (
+        padded[name][:, 1:].astype(logp.dtype) for name in ("policy_logp", "behaviour_logp", "advantage", "weight")
     )
     r = jnp.exp(logp - policy)
     w = jnp.minimum(jnp.exp(policy - behaviour), c.correction_cap)
