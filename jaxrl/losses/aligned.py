@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxrl.config import AlgorithmConfig
 from jaxrl.data import LossTerms
+from jaxrl.metrics.names import PARITY
 
 LossSums = dict[str, jax.Array]  # sums over terms; a key that ends in `_max` is a maximum
 
@@ -51,7 +52,7 @@ def entropy_bonus(a: Aligned, config: AlgorithmConfig) -> jax.Array:
 def ratio_sums(a: Aligned, clipped: jax.Array, config: AlgorithmConfig) -> LossSums:
     """Sums over the used terms, without gradient.
 
-    `parity` is |π − π₀|: trainer against sampler where the version is the current one, policy drift
+    `parity/` is |π − π₀|: trainer against sampler where the version is the current one, policy drift
     included elsewhere. `kl` is the k3 estimate of KL(π₀‖π), r − 1 − log r (Schulman, "Approximating KL
     Divergence", 2020). `importance` is π/μ, for the effective sample size (PipelineRL, arXiv:2509.19128).
     """
@@ -63,8 +64,8 @@ def ratio_sums(a: Aligned, clipped: jax.Array, config: AlgorithmConfig) -> LossS
         "clip_fraction": jnp.sum(clipped & a.used),
         "ratio": jnp.sum(jnp.where(a.used, jnp.exp(log_ratio), 0)),
         "correction": jnp.sum(jnp.where(a.used, correction(a, config), 0)),
-        "parity": jnp.sum(jnp.abs(log_ratio)),
-        "parity_max": jnp.max(jnp.abs(log_ratio), initial=0.0),
+        PARITY: jnp.sum(jnp.abs(log_ratio)),
+        "parity/logp_max": jnp.max(jnp.abs(log_ratio), initial=0.0),
         "kl": jnp.sum(jnp.expm1(log_ratio) - log_ratio),
         "entropy": jnp.sum(a.entropy),
         "importance": jnp.sum(importance),

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl.config import Config
+from jaxrl.config import Config, ConfigError
 from jaxrl.data import LossTerms, PackedRows
 from jaxrl.losses import LOSSES
 from jaxrl.losses.aligned import LossSums, add_sums, means, reduce_sums
@@ -63,7 +63,7 @@ class Trainer:
     init: Callable[[Variables], TrainState]
     _forward: Callable[[Variables, PackedRows], jax.Array]
     _reinforce: Update
-    _supervise: Update
+    _supervise: Update | None  # None without an `sft` table
 
     def train_step(self, state: TrainState, batches: Sequence[PackedRows]) -> tuple[TrainState, Metrics]:
         """One optimizer update by the config's loss over all `batches` (numpy, each [packing.rows, T]).
@@ -76,6 +76,8 @@ class Trainer:
     def sft_step(self, state: TrainState, batches: Sequence[PackedRows]) -> tuple[TrainState, Metrics]:
         """The same step with the sft loss and the learning rate of the config's `sft` table. Begin the
         reinforcement afterwards from `init(variables(state))`: its optimizer state and step start anew."""
+        if self._supervise is None:
+            raise ConfigError("sft", "an sft step needs this table: set sft.data")
         return self._step(self._supervise, state, batches)
 
     def _step(self, update: Update, state: TrainState, batches: Sequence[PackedRows]) -> tuple[TrainState, Metrics]:
@@ -115,7 +117,7 @@ def make_trainer(config: Config, architecture: Architecture, mesh: Mesh) -> Trai
         config.optimizer.lr, config.optimizer.schedule, config.optimizer.warmup_steps, config.pipeline.steps
     )
     reinforce = _make_update(LOSSES[config.algorithm.loss], schedule, config, decoder, placed[trainable])
-    supervise = reinforce
+    supervise = None
     if config.sft is not None:
         schedule = make_schedule(config.sft.lr, "cosine", config.sft.warmup_steps, config.sft.steps)
         supervise = _make_update(LOSSES["sft"], schedule, config, decoder, placed[trainable])
@@ -162,7 +164,7 @@ def _make_update(loss: Callable, schedule: optax.Schedule, config: Config, decod
 
         (batch_sum, (losses_R, sums_R)), gradients = jax.value_and_grad(batch_loss, has_aux=True)(trainable)
         bad_R = ~jnp.isfinite(losses_R)
-        is_bad = bad_R.any() | ~jnp.isfinite(optax.global_norm(gradients))
+        is_bad = bad_R.any() | ~jnp.isfinite(optax.tree.norm(gradients))
         is_first = is_bad & (totals.nonfinite_batch < 0)
         return Totals(
             gradients=jax.tree.map(lambda total, x: total + x.astype(dtype), totals.gradients, gradients),
@@ -174,7 +176,7 @@ def _make_update(loss: Callable, schedule: optax.Schedule, config: Config, decod
         )
 
     def apply(state: TrainState, totals: Totals) -> tuple[TrainState, Metrics]:
-        norm = optax.global_norm(totals.gradients)
+        norm = optax.tree.norm(totals.gradients)
         is_finite = jnp.isfinite(norm) & jnp.isfinite(totals.loss)
         gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), totals.gradients, state.trainable)
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.trainable)
@@ -190,7 +192,7 @@ def _make_update(loss: Callable, schedule: optax.Schedule, config: Config, decod
         return jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), updated, state), metrics
 
     jitted = jax.jit(
-        apply, donate_argnums=(0, 1), out_shardings=(_state_shardings(optimizer, shapes, placed, mesh), _replicated(mesh))
+        apply, donate_argnums=0, out_shardings=(_state_shardings(optimizer, shapes, placed, mesh), _replicated(mesh))
     )
 
     def apply_without_frozen(state: TrainState, totals: Totals) -> tuple[TrainState, Metrics]:

@@ -112,8 +112,8 @@ def test_metric_sums(name):
         "clip_fraction": clipped.sum(),
         "ratio": r.sum(),
         "correction": np.minimum(np.exp(terms.policy_logp - terms.behaviour_logp)[used], 1.5).sum(),
-        "parity": np.abs(d).sum(),
-        "parity_max": np.abs(d).max(),
+        "parity/logp_mean_abs": np.abs(d).sum(),
+        "parity/logp_max": np.abs(d).max(),
         "kl": (r - 1 - d).sum(),
         "entropy": entropy[used].sum(),
         "importance": rho.sum(),
@@ -123,7 +123,7 @@ def test_metric_sums(name):
     assert sums == pytest.approx(expected, rel=1e-12)
     logged = means(add_sums(sums, sums))
     assert logged["effective_sample_size"] == pytest.approx(rho.sum() ** 2 / (len(rho) * (rho**2).sum()))
-    assert logged["parity_max"] == sums["parity_max"] and logged["terms"] == 2 * used.sum()
+    assert logged["parity/logp_max"] == sums["parity/logp_max"] and logged["terms"] == 2 * used.sum()
     assert logged["kl"] == pytest.approx((r - 1 - d).mean())
 
 
