@@ -13,6 +13,9 @@ import numpy as np
 
 from jaxrl.packing.tree import PrefixTree
 
+# Masks scanned together: enough to outweigh the call, few enough to stay in the cache.
+MASKS_AT_ONCE = 64
+
 
 @dataclass(frozen=True)
 class TrainedRuns:
@@ -34,21 +37,25 @@ class Demand:
 
     terms: list[int]
     own_reads: list[int]  # reads no other trajectory can share
-    pieces: list[list[int]]  # pieces that another trajectory reads too
+    pieces: dict[int, list[int]]  # pieces that another trajectory reads too, where there are any
     piece_length: list[int]
     num_temperatures: int
 
 
 def trained_runs(masks: Sequence[np.ndarray]) -> TrainedRuns:
     """masks: bool [L] each, False at position 0."""
-    lengths = np.array([len(mask) for mask in masks])
-    starts = np.cumsum(lengths) - lengths
-    # The False at every position 0 keeps runs of neighbours apart; the last one ends at the last token.
-    flat = np.concatenate([*masks, np.zeros(1, bool)])
-    edges = np.flatnonzero(flat[1:] != flat[:-1]) + 1
-    begin, end = edges[0::2], edges[1::2]
-    owner = np.searchsorted(starts, begin, side="right") - 1
-    return TrainedRuns(owner, begin - starts[owner], end - starts[owner])
+    owners, begins, ends = [], [], []
+    for base in range(0, len(masks), MASKS_AT_ONCE):
+        part = masks[base : base + MASKS_AT_ONCE]
+        starts = np.cumsum([0] + [len(mask) for mask in part[:-1]])
+        # The False at every position 0 keeps runs of neighbours apart; the last may end at the last token.
+        flat = np.concatenate([*part, np.zeros(1, bool)])
+        edges = np.flatnonzero(flat[1:] != flat[:-1]) + 1
+        owner = np.searchsorted(starts, edges[0::2], side="right") - 1
+        owners.append(owner + base)
+        begins.append(edges[0::2] - starts[owner])
+        ends.append(edges[1::2] - starts[owner])
+    return TrainedRuns(np.concatenate(owners), np.concatenate(begins), np.concatenate(ends))
 
 
 def _runs_by_node(runs: TrainedRuns, tree: PrefixTree):
@@ -106,7 +113,7 @@ def demand_of(runs: TrainedRuns, tree: PrefixTree, temperatures: np.ndarray) -> 
     reader = np.repeat(owner, count)
     alone = depth[piece] == 1
     own_reads = np.bincount(reader[alone], piece_length[piece[alone]], num).astype(np.int64)
-    pieces: list[list[int]] = [[] for _ in range(num)]
+    pieces: dict[int, list[int]] = {}
     for i, p in zip(reader[~alone].tolist(), piece[~alone].tolist(), strict=True):
-        pieces[i].append(p)
+        pieces.setdefault(i, []).append(p)
     return Demand(runs.counts(num).tolist(), own_reads.tolist(), pieces, piece_length.tolist(), len(values))

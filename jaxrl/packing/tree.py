@@ -86,16 +86,19 @@ def _filled_keys(ids, content_keys) -> list[np.ndarray] | None:
     return [np.zeros(len(x), np.int64) if key is None else key for x, key in zip(ids, content_keys, strict=True)]
 
 
-def _parted(members, position, ids, keys):
-    """Members by their token at `position`."""
-    sets: dict[object, list[int]] = {}
-    if keys is None:
-        for m in members:
-            sets.setdefault(int(ids[m][position]), []).append(m)
-    else:
-        for m in members:
-            sets.setdefault((int(ids[m][position]), int(keys[m][position])), []).append(m)
-    return sets.values()
+def _parted(members, position, ids, keys) -> tuple[list[int], list[list[int]]]:
+    """Members by their token at `position`: those that are alone with it, and the sets that are not."""
+    first: dict[object, int] = {}
+    together: dict[object, list[int]] = {}
+    for m in members:
+        token = int(ids[m][position])
+        key = token if keys is None else (token, int(keys[m][position]))
+        other = first.setdefault(key, m)
+        if other != m:
+            together.setdefault(key, [other]).append(m)
+    if not together:
+        return list(first.values()), []
+    return [m for key, m in first.items() if key not in together], list(together.values())
 
 
 def _grow(ids, keys):
@@ -105,15 +108,20 @@ def _grow(ids, keys):
     example: list[int] = []
     last = [0] * len(ids)
     draw = random.Random(0).random  # the tree does not depend on the pivots, only the time does
-    sets = [(members, 0, -1) for members in _parted(range(len(ids)), 0, ids, keys)]
+    sets: list[tuple[list[int], int, int]] = []
+
+    def branch_out(members, position, up):
+        alone, together = _parted(members, position, ids, keys)
+        for m in alone:
+            last[m] = len(parent)
+            parent.append(up)
+            end.append(len(ids[m]))
+            example.append(m)
+        sets.extend((part, position, up) for part in together)
+
+    branch_out(range(len(ids)), 0, -1)
     while sets:
         members, depth, up = sets.pop()
-        if len(members) == 1:
-            last[members[0]] = len(parent)
-            parent.append(up)
-            end.append(len(ids[members[0]]))
-            example.append(members[0])
-            continue
         pivot = members[int(draw() * len(members))]
         pivot_ids = ids[pivot]
         leaves_at: dict[int, list[int]] = {len(pivot_ids): [pivot]}
@@ -134,7 +142,7 @@ def _grow(ids, keys):
                     last[m] = node
                 else:
                     going_on.append(m)
-            sets.extend((part, cut, node) for part in _parted(going_on, cut, ids, keys))
+            branch_out(going_on, cut, node)
             up = node
     return parent, end, example, last
 

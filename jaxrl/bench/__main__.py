@@ -1,0 +1,19 @@
+"""`python -m jaxrl.bench NAME [options]`: runs one measurement and prints it as JSON lines."""
+
+import importlib
+import sys
+
+BENCHES = ("packing", "generate")
+
+
+def main(argv: list[str]) -> int:
+    """Imports and runs `jaxrl.bench.NAME.main(options)`; other benches are not even imported."""
+    if not argv or argv[0] not in BENCHES:
+        print(f"usage: python -m jaxrl.bench NAME [options], NAME one of: {', '.join(BENCHES)}", file=sys.stderr)
+        return 2
+    importlib.import_module(f"jaxrl.bench.{argv[0]}").main(argv[1:])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
