@@ -17,20 +17,15 @@ from jaxrl.models.stacking import at, put, read_parameter, tensor_value
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
-# Switches of an adapter that change what it computes, and the value with which it is plain LoRA.
-_PLAIN = {
-    "use_dora": False,
-    "use_rslora": False,
-    "bias": "none",
-    "fan_in_fan_out": False,
-    "modules_to_save": None,
-    "layers_to_transform": None,
-    "rank_pattern": None,
-    "alpha_pattern": None,
-    "lora_bias": False,
-    "target_parameters": None,
-    "trainable_token_indices": None,
+# Keys of an adapter's config that plain LoRA has or that do not change what a trained adapter computes. Any other key
+# with a value stands for a variant of LoRA, so that a new variant is refused without this list knowing it.
+_KNOWN = {
+    *("peft_type", "peft_version", "task_type", "base_model_name_or_path", "revision", "inference_mode", "auto_mapping"),
+    *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "layers_pattern", "init_lora_weights", "bias"),
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "megatron_core", "megatron_config", "qalora_group_size"),
+    *("ensure_weight_tying", "runtime_config"),
 }
+_INITS = (True, False, "gaussian", "eva", "orthogonal")  # the others change the base weights as well
 
 
 def adapter_names(architecture: Architecture, config: LoraConfig) -> tuple[ParameterName, ...]:
@@ -62,9 +57,14 @@ def read_adapter_config(folder: str | Path) -> LoraConfig:
         raise CheckpointFileError(f"{folder / CONFIG} is not the config of a LoRA adapter: {error!r}") from None
     if kind != "LORA":
         raise CheckpointFileError(f"{folder / CONFIG}: peft_type {kind!r} is not implemented: LORA is")
-    for key, plain in _PLAIN.items():
-        if fields.get(key) and fields[key] != plain:
-            raise CheckpointFileError(f"{folder / CONFIG}: {key} = {fields[key]!r} is not implemented")
+    odd = {key for key, value in fields.items() if value and key not in _KNOWN}
+    odd |= {
+        key for key, plain in (("bias", ("none",)), ("init_lora_weights", _INITS)) if fields.get(key, plain[0]) not in plain
+    }
+    if odd:
+        raise CheckpointFileError(
+            f"{folder / CONFIG}: {', '.join(f'{k} = {fields[k]!r}' for k in sorted(odd))} is not implemented"
+        )
     with TensorFiles([folder / WEIGHTS]) as files:
         present = {tensor.split(".")[-3] for tensor in files.shapes if tensor.count(".") > 2}
     targets = tuple(target for target in TARGETS if target in present)
@@ -124,9 +124,10 @@ def save_adapter(
         "lora_alpha": config.alpha,
         "lora_dropout": 0.0,
         "target_modules": sorted(config.targets),
+        "bias": "none",
+        "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
-        **{key: {} if key.endswith("_pattern") else plain for key, plain in _PLAIN.items()},
     }
     (folder / CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
 
