@@ -1,0 +1,53 @@
+"""One optimizer step on a mesh, and what it has to agree with: the same step on one device."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+from forest import make_architecture, make_config, make_forest, relative_errors
+
+from jaxrl.config import MeshConfig
+from jaxrl.mesh import make_mesh
+from jaxrl.models.decoder import init_variables
+from jaxrl.packing import RowLimits, pack
+from jaxrl.trainer.step import make_trainer
+
+LR = 1e-3
+CONFIG = make_config(
+    packing={"rows": 8, "row_length": 40},
+    algorithm={"entropy_weight": 0.05},
+    optimizer={"lr": LR},
+)
+ARCHITECTURE = make_architecture(heads=8, kv_heads=8)  # so that `tensor` can be 8
+
+
+def make_batches():
+    """Two batches of 8 rows, the second mostly padding."""
+    forest = [t for seed in range(4) for t in make_forest(seed)]
+    forest = [replace(t, trajectory_index=i) for i, t in enumerate(forest)]
+    return pack(forest, RowLimits.from_config(CONFIG.packing), CONFIG.packing.rows)[0]
+
+
+def step_on(layout: dict[str, int], batches, devices=None):
+    """(loss, gradients, parameters before, parameters after AdamW), each a pytree of global arrays."""
+    num_devices = int(np.prod(list(layout.values())))
+    mesh = make_mesh(MeshConfig(**layout), devices or jax.devices()[:num_devices])
+    trainer = make_trainer(CONFIG, ARCHITECTURE, mesh)
+    variables = init_variables(trainer.decoder, jax.random.key(0), mesh)
+    state, update = trainer.init(variables), trainer._reinforce
+    totals = update.zero()
+    for rows in batches:
+        totals = update.accumulate(state.trainable, state.frozen, totals, trainer._put(rows))
+    state, metrics = update.apply(state, totals)
+    return {"loss": metrics["loss"], "gradients": totals.gradients, "before": variables["params"], "after": state.trainable}
+
+
+def compare(result, reference) -> tuple[float, float]:
+    """Worst relative error of loss and gradients, which is that of an SGD step too, and worst absolute
+    error of the parameters after AdamW in units of the learning rate."""
+    jax.tree.map(np.testing.assert_array_equal, result["before"], reference["before"])
+    errors = relative_errors({k: result[k] for k in ("loss", "gradients")}, {k: reference[k] for k in ("loss", "gradients")})
+    difference = jax.tree.map(
+        lambda a, b: float(np.max(np.abs(np.asarray(a) - np.asarray(b)))), result["after"], reference["after"]
+    )
+    return max(errors.values()), max(jax.tree.leaves(difference)) / LR
