@@ -64,7 +64,7 @@ def _forward(q, k, v, q_offset, k_offset, subtree_end, scale, block_q, block_k):
 
         def one_key_block(i, carry):
             top, total, acc = carry
-            j = blocks[i]
+            j = _block(blocks, i)
             scores, mask = _scores(q_RhgqD, offset_Rq, key, j, scale, dtype)
             scores = jnp.where(mask, scores, -jnp.inf)
             new_top = jnp.maximum(top, scores.max(-1))
@@ -73,7 +73,7 @@ def _forward(q, k, v, q_offset, k_offset, subtree_end, scale, block_q, block_k):
             weights = jnp.exp(scores - base[..., None])
             decay = jnp.exp(top - base)
             total = total * decay + weights.sum(-1)
-            values = jnp.einsum("Rhgqk,RhkD->RhgqD", weights.astype(v.dtype), v_nRhkD[j], preferred_element_type=dtype)
+            values = jnp.einsum("Rhgqk,RhkD->RhgqD", weights.astype(v.dtype), _block(v_nRhkD, j), preferred_element_type=dtype)
             return new_top, total, acc * decay[..., None] + values
 
         stat = jnp.zeros(q_RhgqD.shape[:-1], dtype)
@@ -112,15 +112,15 @@ def _backward(scale, block_q, block_k, saved, cotangents):
 
         def one_key_block(i, carry):
             dq, dk, dv = carry
-            j = blocks[i]
+            j = _block(blocks, i)
             scores, mask = _scores(q_RhgqD, offset_Rq, key, j, scale, dtype)
             weights = jnp.where(mask, jnp.exp(scores - lse_Rhgq[..., None]), 0)
-            d_weights = jnp.einsum("RhgqD,RhkD->Rhgqk", d_out_RhgqD, v_nRhkD[j], preferred_element_type=dtype)
+            d_weights = jnp.einsum("RhgqD,RhkD->Rhgqk", d_out_RhgqD, _block(v_nRhkD, j), preferred_element_type=dtype)
             d_scores = (weights * (d_weights - delta_Rhgq[..., None]) * scale).astype(q.dtype)
             weights = weights.astype(q.dtype)
-            dq += jnp.einsum("Rhgqk,RhkD->RhgqD", d_scores, k_nRhkD[j], preferred_element_type=dtype)
-            dk = dk.at[j].add(jnp.einsum("Rhgqk,RhgqD->RhkD", d_scores, q_RhgqD, preferred_element_type=dtype))
-            dv = dv.at[j].add(jnp.einsum("Rhgqk,RhgqD->RhkD", weights, d_out_RhgqD, preferred_element_type=dtype))
+            dq += jnp.einsum("Rhgqk,RhkD->RhgqD", d_scores, _block(k_nRhkD, j), preferred_element_type=dtype)
+            dk = _add_block(dk, j, jnp.einsum("Rhgqk,RhgqD->RhkD", d_scores, q_RhgqD, preferred_element_type=dtype))
+            dv = _add_block(dv, j, jnp.einsum("Rhgqk,RhgqD->RhkD", weights, d_out_RhgqD, preferred_element_type=dtype))
             return dq, dk, dv
 
         dq, dk, dv = lax.fori_loop(0, count, one_key_block, (jnp.zeros(q_RhgqD.shape, dtype), *carry))
@@ -140,6 +140,15 @@ _attention.defvjp(_forward, _backward)
 
 def _accumulation_dtype(x):
     return jnp.promote_types(x.dtype, jnp.float32)
+
+
+def _block(x, j):
+    return lax.dynamic_index_in_dim(x, j, keepdims=False)
+
+
+def _add_block(x, j, update):
+    # An update in place of one slice; x.at[j].add would be a scatter.
+    return lax.dynamic_update_index_in_dim(x, _block(x, j) + update, j, 0)
 
 
 def _split(x, block, fill):
@@ -188,7 +197,7 @@ def _visible_blocks(offset_Rq, key):
 def _scores(q_RhgqD, offset_Rq, key, j, scale, dtype):
     """Scaled scores [R, h, g, q, k] against key block j, and their mask [R, 1, 1, q, k]."""
     k_nRhkD, _, k_nRk, end_nRk = key
-    scores = jnp.einsum("RhgqD,RhkD->Rhgqk", q_RhgqD, k_nRhkD[j], preferred_element_type=dtype) * scale
+    scores = jnp.einsum("RhgqD,RhkD->Rhgqk", q_RhgqD, _block(k_nRhkD, j), preferred_element_type=dtype) * scale
     offset = offset_Rq[:, :, None]
-    mask = (k_nRk[j][:, None, :] <= offset) & (offset < end_nRk[j][:, None, :])
+    mask = (_block(k_nRk, j)[:, None, :] <= offset) & (offset < _block(end_nRk, j)[:, None, :])
     return scores, mask[:, None, None]

@@ -66,7 +66,7 @@ def compare(rng, rows, num_tokens, heads, kv_heads, size, block_q, block_k, dtyp
 
 SHAPES = [  # rows, tokens, heads, KV heads, head size, query block, key block
     (2, 63, 1, 1, 16, 16, 16),
-    (1, 63, 8, 8, 32, 64, 16),
+    (2, 63, 8, 8, 32, 64, 16),
     (2, 500, 8, 4, 16, 64, 128),
     (1, 500, 4, 1, 128, 128, 64),
     (1, 1000, 8, 2, 64, 128, 128),
@@ -80,7 +80,7 @@ def test_float32_equals_naive(shape):
     assert max(errors.values()) <= 1e-5, errors
 
 
-@pytest.mark.parametrize("shape", SHAPES[::2], ids=str)
+@pytest.mark.parametrize("shape", SHAPES[1::3], ids=str)
 def test_float64_equals_naive(shape):
     with jax.enable_x64(True):
         errors = compare(np.random.default_rng(1), *shape, jnp.float64)
@@ -163,7 +163,10 @@ def test_memory_is_linear_in_tokens():
         q = jax.ShapeDtypeStruct((1, num_tokens, 4, 32), jnp.float32)
         k = jax.ShapeDtypeStruct((1, num_tokens, 2, 32), jnp.float32)
         offset = jax.ShapeDtypeStruct((1, num_tokens), jnp.int32)
-        loss = lambda q, k, v, *o: blockwise_attention(q, k, v, *o, scale=0.2, block_q=128, block_k=128)[0].sum()
+
+        def loss(q, k, v, *o):
+            return blockwise_attention(q, k, v, *o, scale=0.2, block_q=128, block_k=128)[0].sum()
+
         compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, k, offset, offset, offset).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 

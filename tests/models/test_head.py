@@ -21,6 +21,10 @@ def dense(states, head, target, temperature):
     return jnp.where(used, logp, 0), jnp.where(used, entropy, 0)
 
 
+def chunks_of_16(*args):
+    return read_logprobs(*args, 16)
+
+
 def case(seed, shape, width=24, vocab=101, dtype=jnp.float32):
     rng = np.random.default_rng(seed)
     target = rng.integers(-1, vocab, shape)
@@ -43,7 +47,9 @@ def run(f, states, head, target, temperature, weights):
 
 
 def errors(got, want):
-    as64 = lambda x: np.asarray(x, np.float64)
+    def as64(x):
+        return np.asarray(x, np.float64)
+
     return {n: np.linalg.norm(as64(got[n]) - as64(want[n])) / np.linalg.norm(as64(want[n])) for n in want}
 
 
@@ -73,7 +79,10 @@ def test_ignored_reads_holding_nan_change_no_bit():
     states, head, target, temperature, weights = case(2, (2, 30))
     ignored = target < 0
     poisoned = jnp.where(ignored[..., None], jnp.nan, states)
-    f = lambda *a: read_logprobs(*a, 8)
+
+    def f(*a):
+        return read_logprobs(*a, 8)
+
     want = run(f, states, head, target, temperature, weights)
     got = run(f, poisoned, head, target, jnp.where(ignored, jnp.nan, temperature), jnp.where(ignored, jnp.nan, weights))
     for name in ("d_states", "d_head", "logp", "entropy"):
@@ -112,7 +121,7 @@ def test_logits_of_one_chunk_at_a_time():
     ],
     ids=lambda layout: " ".join(f"{a}{n}" for a, n in layout.items()),
 )
-def test_every_layout_equals_one_device(layout):
+def test_every_layout_equals_log_softmax(layout):
     mesh = make_mesh(MeshConfig(**{"data": 1, **layout}))
     args = case(3, (8, 48), vocab=104)
     specs = (
@@ -123,5 +132,5 @@ def test_every_layout_equals_one_device(layout):
         PartitionSpec(None, ROW_AXES, "context"),
     )
     placed = jax.device_put(args, tuple(NamedSharding(mesh, s) for s in specs))
-    found = errors(run(lambda *a: read_logprobs(*a, 16), *placed), run(lambda *a: read_logprobs(*a, 16), *args))
+    found = errors(run(chunks_of_16, *placed), run(dense, *args))
     assert max(found.values()) <= 1e-5, found
