@@ -22,8 +22,8 @@ from orbax.checkpoint import checkpoint_managers
 _STATE, _HOST = "state", "host"
 _METRIC = "reward"
 
-# Orbax tells of every save and restore at INFO through absl's logger.
-logging.getLogger("absl").setLevel(logging.WARNING)
+# Orbax tells of every save and restore through this logger; what matters of it is raised.
+logging.getLogger("absl").setLevel(logging.ERROR)
 
 
 class CheckpointError(Exception):
@@ -62,18 +62,17 @@ class Checkpoints:
         if step in self.steps():
             return
         metrics = {_METRIC: float(metric)} if metric is not None and math.isfinite(metric) else None
-        args = ocp.args.Composite(**{_STATE: ocp.args.StandardSave(state), _HOST: ocp.args.JsonSave(dict(host))})
+        described = {"host": dict(host), "arrays": _describe(state)}
+        args = ocp.args.Composite(**{_STATE: ocp.args.StandardSave(state), _HOST: ocp.args.JsonSave(described)})
         try:
             self._manager.save(step, args=args, metrics=metrics)
         except (OSError, ValueError) as error:
             raise self._error(f"cannot save step {step} in", error) from error
 
     def check(self) -> None:
-        """Raises CheckpointError if a save in the background has failed; does not wait."""
-        try:
-            self._manager.check_for_errors()
-        except Exception as error:  # whatever the writing thread died of
-            raise self._error("cannot save in", error) from error
+        """Raises CheckpointError if a save in the background has failed; does not wait for one under way."""
+        if not self._manager.is_saving_in_progress():
+            self.wait()
 
     def wait(self) -> None:
         """Until the save under way is complete. Raises CheckpointError if it failed."""
@@ -96,18 +95,21 @@ class Checkpoints:
 
     def restore(self, step: int, abstract: Any) -> Any:
         """The state of a step, on the shardings of `abstract`: a pytree of jax.ShapeDtypeStruct, see
-        `abstract_state`. Raises CheckpointError if it has other arrays or shapes."""
-        args = ocp.args.Composite(**{_STATE: ocp.args.StandardRestore(abstract)})
-        try:
-            return self._manager.restore(step, args=args)[_STATE]
-        except (OSError, ValueError, KeyError) as error:
-            raise self._error(f"cannot restore step {step} from", error) from error
+        `abstract_state`. Raises CheckpointError naming an array that one of them lacks or has otherwise."""
+        saved, wanted = self._read(step, **{_HOST: ocp.args.JsonRestore()})[_HOST]["arrays"], _describe(abstract)
+        for name in [*saved, *(name for name in wanted if name not in saved)]:
+            if saved.get(name) != wanted.get(name):
+                problem = f"array {name} is {saved.get(name, 'missing')} there and {wanted.get(name, 'missing')} in this run"
+                raise self._error(f"cannot restore step {step} from", problem)
+        return self._read(step, **{_STATE: ocp.args.StandardRestore(abstract)})[_STATE]
 
     def host(self, step: int) -> dict[str, Any]:
         """The dict saved with a step."""
-        args = ocp.args.Composite(**{_HOST: ocp.args.JsonRestore()})
+        return self._read(step, **{_HOST: ocp.args.JsonRestore()})[_HOST]["host"]
+
+    def _read(self, step: int, **args: Any) -> Any:
         try:
-            return self._manager.restore(step, args=args)[_HOST]
+            return self._manager.restore(step, args=ocp.args.Composite(**args))
         except (OSError, ValueError, KeyError) as error:
             raise self._error(f"cannot restore step {step} from", error) from error
 
@@ -118,7 +120,7 @@ class Checkpoints:
         finally:
             self._manager.close()
 
-    def _error(self, what: str, error: Exception) -> CheckpointError:
+    def _error(self, what: str, error: Exception | str) -> CheckpointError:
         return CheckpointError(f"{what} {self._folder}: {error}")
 
 
@@ -128,6 +130,12 @@ def abstract_state(state: Any, shardings: Any = None) -> Any:
     if shardings is None:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings)
+
+
+def _describe(state: Any) -> dict[str, str]:
+    """Path, dtype and shape of every leaf."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): f"{x.dtype}{list(x.shape)}" for path, x in leaves}
 
 
 class _Always:

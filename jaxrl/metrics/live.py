@@ -73,14 +73,16 @@ class View:
         """Step, bar, time to go; and how long the running step has taken so far."""
         p = self._progress
         left = p.seconds_left()
-        times = f"{duration(p.clock() - p.started)} so far · this step {duration(p.clock() - p.last_step_at)}"
-        to_go = "to go …" if left is None else f"to go {duration(left)}"
+        times = "to go …" if left is None else f"to go {duration(left)}"
+        if width >= 72:
+            times += f" · {duration(p.clock() - p.started)} so far · this step {duration(p.clock() - p.last_step_at)}"
+        count = f"step {p.step}/{p.total_steps}"
         row = Table.grid(padding=(0, 1), expand=True)
         row.add_column(no_wrap=True)
         row.add_column(ratio=1)
         row.add_column(no_wrap=True)
-        bar = ProgressBar(total=p.total_steps, completed=p.step, width=max(width - len(times) - 32, 8))
-        row.add_row(Text(f"step {p.step}/{p.total_steps}", style="bold"), bar, Text(f"{to_go} · {times}"))
+        bar = ProgressBar(total=p.total_steps, completed=p.step, width=max(width - len(count) - len(times) - 2, 1))
+        row.add_row(Text(count, style="bold"), bar, Text(times))
         return row
 
     def _curves(self, width: int) -> Table:
