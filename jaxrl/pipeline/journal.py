@@ -47,21 +47,21 @@ class Journal:
         self._file = _create(self._path(number))
         self._segments[number] = set()
 
-    def append(self, group: Group) -> None:
-        """Records finished episodes of a group: all of them at once, or as they finish, in several
-        calls. On disk when it returns. Raises JournalError if the disk refuses, and then the journal is
-        as before the call."""
-        body = msgpack.packb(["episodes", _pack(group)])
+    def append(self, *groups: Group) -> None:
+        """Records finished episodes: those of whole groups, or single ones as they finish, in several
+        calls. One fsync a call, some milliseconds: on disk when it returns. Raises JournalError if the
+        disk refuses, and then the journal is as before the call."""
+        bodies = [msgpack.packb(["episodes", _pack(group)]) for group in groups]
+        data = b"".join(_HEADER.pack(len(body), zlib.crc32(body)) + body for body in bodies)
         with self._lock:
             end = self._file.seek(0, os.SEEK_END)
             try:
-                _write(self._file, _HEADER.pack(len(body), zlib.crc32(body)) + body)
+                _write(self._file, data)
             except OSError as error:
                 self._file.truncate(end)  # half a record would hide those after it
-                raise JournalError(
-                    f"cannot write to {self._folder}: {error.strerror}; free space there or fix its permissions"
-                ) from error
-            self._segments[self._number].add(group.index)
+                problem = f"cannot write to {self._folder}: {error.strerror}; free space there or fix its permissions"
+                raise JournalError(problem) from error
+            self._segments[self._number].update(group.index for group in groups)
 
     def replay(self, wanted: Callable[[int], bool] = lambda index: True) -> Iterator[Group]:
         """The recorded groups whose index is wanted, by index, with their episodes by index; an episode

@@ -69,8 +69,7 @@ def test_what_was_appended_comes_back_bit_for_bit(tmp_path):
     whole = Group(5, 3, (episode(0, 10), episode(1, 20, error="tool hung", trajectories=())))
     other = Group(2, 8, (episode(0, 30),))
     journal = open_journal(tmp_path)
-    journal.append(whole)
-    journal.append(other)
+    journal.append(whole, other)
     journal.close()
     replayed = list(open_journal(tmp_path).replay())
     assert [g.index for g in replayed] == [2, 5]
