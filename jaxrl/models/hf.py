@@ -58,7 +58,7 @@ def load_checkpoint(folder: str | Path, architecture: Architecture, shardings, p
         expected = {tensor: name.shape for tensor, name, _ in tensors(architecture)}
         for tensor in [t for t in files.shapes if t.endswith("rotary_emb.inv_freq")]:
             del files.shapes[tensor]  # a buffer that old checkpoints store; computed from the config here
-        if architecture.tie_embeddings and "lm_head.weight" in files.shapes:
+        if architecture.tie_embeddings and {"model.embed_tokens.weight", "lm_head.weight"} <= files.shapes.keys():
             _check_tied(files)
             del files.shapes["lm_head.weight"]
         files.check(expected)
@@ -72,12 +72,10 @@ def load_checkpoint(folder: str | Path, architecture: Architecture, shardings, p
 def _check_tied(files: TensorFiles) -> None:
     """A tied model may store its head all the same; it must then be the embedding."""
     embed, head = "model.embed_tokens.weight", "lm_head.weight"
-    shape = files.shapes.get(embed)
-    rows = 4096  # compared piece by piece: these are the largest tensors of a small model
-    same = shape == files.shapes[head] and all(
-        np.array_equal(*(files.read(n, (slice(i, i + rows), slice(None))) for n in (embed, head)))
-        for i in range(0, shape[0], rows)
-    )
+    shape = files.shapes[embed]
+    chunk = 4096  # compared piece by piece: these are the largest tensors of a small model
+    pieces = [(slice(i, min(i + chunk, shape[0])), slice(None)) for i in range(0, shape[0], chunk)]
+    same = shape == files.shapes[head] and all(np.array_equal(files.read(embed, i), files.read(head, i)) for i in pieces)
     if not same:
         raise CheckpointFileError(
             f"tensor {head} in {files.file(head)} differs from {embed}, but config.json ties them: set tie_word_embeddings to false"
