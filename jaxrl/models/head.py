@@ -8,11 +8,16 @@ Letters: R rows, U reads of a row, c reads of a chunk, n chunks, E model width, 
 """
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxrl.config import ConfigError
+from jaxrl.mesh import ROW_AXES, row_shards
 
 
 def read_logprobs(
@@ -21,6 +26,8 @@ def read_logprobs(
     target: jax.Array,  # [N] or [R, U] int32 token ids; -1: ignored
     temperature: jax.Array,  # [N] or [R, U], > 0 where the target is not ignored
     chunk: int,
+    *,
+    mesh: Mesh | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(log-prob of the target, entropy of the distribution) in nats, both of target's shape, at
     ``softmax(states @ head / temperature)``.
@@ -28,7 +35,14 @@ def read_logprobs(
     Accumulates in float32 (float64 for float64 states). Differentiable in states and head through
     both results, not in temperature. Ignored reads give 0 and no gradient, whatever their state
     holds. At most R · chunk · V logits exist at a time.
+
+    Works under GSPMD as it is. With `mesh`, reads [R, U] are cut by hand over its row and context axes
+    (`chunk`, then, counts the reads of one row on one device), which leaves GSPMD the vocabulary alone
+    and adds up the head's gradient over devices once instead of once per chunk. Raises ConfigError if
+    the reads cannot be split evenly.
     """
+    if mesh is not None and row_shards(mesh) * mesh.shape["context"] > 1:
+        return _on_mesh(states, head, target, temperature, chunk, mesh)
     if states.ndim == 2:
         logp, entropy = read_logprobs(states[None], head, target[None], temperature[None], chunk)
         return logp[0], entropy[0]
@@ -51,6 +65,23 @@ def read_logprobs(
     temperature = jnp.where(ignored, 1, temperature)
     logp, entropy = _chunks(cut(states, 0), head, cut(target, -1), cut(lax.stop_gradient(temperature), 1))
     return join(logp), join(entropy)
+
+
+def _on_mesh(states, head, target, temperature, chunk, mesh):
+    if target.shape[1] % mesh.shape["context"]:
+        context = mesh.shape["context"]
+        raise ConfigError(
+            "packing.reads", f"{target.shape[1]} reads cannot be split over mesh.context = {context}: make it a multiple"
+        )
+    reads = PartitionSpec(ROW_AXES, "context")
+    return jax.shard_map(
+        partial(read_logprobs, chunk=chunk),
+        mesh=mesh,
+        in_specs=(reads, PartitionSpec(), reads, reads),
+        out_specs=reads,
+        axis_names={*ROW_AXES, "context"},
+        check_vma=False,  # the loops start from constants, which the check would refuse
+    )(states, head, target, temperature)
 
 
 @jax.custom_vjp

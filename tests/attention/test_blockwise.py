@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.attention.blockwise import blockwise_attention
+from jaxrl.attention.blockwise import _key_blocks, _visible_blocks, blockwise_attention
 from jaxrl.attention.naive import naive_attention, visible
 
 
@@ -173,6 +173,21 @@ def test_memory_is_linear_in_tokens():
     one, two, four = (temporaries(n) for n in (2048, 4096, 8192))
     assert two <= 2.05 * one and four <= 2.05 * two, (one, two, four)
     assert four < 8192 * 8192 * 4 / 4  # a quarter of one head's score matrix
+
+
+def test_blocks_without_a_visible_pair_are_skipped():
+    """Every block with a visible pair is visited, no key block from a finished tree is."""
+    rng = np.random.default_rng(8)
+    num_tokens, block = 256, 16
+    end = np.concatenate([random_forest(rng, 64) + 64 * i for i in range(4)])[None]  # four groups of trees
+    offset = np.arange(num_tokens, dtype=np.int32)[None]
+    _, k, v = inputs(rng, 1, 1, num_tokens, 1, 1, 4, jnp.float32)
+    key = _key_blocks(k, v, offset, end, block)
+    seen = np.asarray(visible(offset, offset, end))[0].reshape(16, block, 16, block).any((1, 3))
+    for i in range(16):
+        blocks, count = _visible_blocks(offset[:, i * block : (i + 1) * block], key)
+        visited = set(np.asarray(blocks)[: int(count)].tolist())
+        assert set(np.flatnonzero(seen[i]).tolist()) <= visited <= set(range(i // 4 * 4, i + 1))
 
 
 def test_lengths_and_trees_do_not_recompile():

@@ -17,11 +17,9 @@ from jaxrl.mesh import ROW_AXES, make_mesh, row_sharding
 CONFIG = AttentionConfig(block_q=16, block_k=32)
 LAYOUTS = [
     {"data": 8},
-    {"fsdp": 8},
     {"context": 8},
     {"tensor": 8},
     {"data": 2, "fsdp": 2, "context": 2},
-    {"data": 2, "context": 4},
     {"fsdp": 2, "context": 2, "tensor": 2},
     {"context": 4, "tensor": 2},
     {"data": 2, "context": 2, "expert": 2},
@@ -82,7 +80,7 @@ def test_every_layout_equals_naive(layout):
     assert largest_error(got, dense_result()) <= 1e-5
 
 
-@pytest.mark.parametrize("layout", [None, {"context": 2, "data": 4}])
+@pytest.mark.parametrize("layout", [None, {"context": 2, "data": 4}], ids=str)
 def test_padding_holding_nan_changes_no_bit(layout):
     """Padding sees itself, so its own output is NaN; nothing else is."""
     mesh = layout and make_mesh(MeshConfig(**layout))
