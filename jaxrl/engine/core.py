@@ -6,6 +6,7 @@ computed are prefilled, page-sized tiles of several requests to a chunk; then it
 on the slot, on what runs beside it or on the order of arrival.
 """
 
+import functools
 import heapq
 import itertools
 import time
@@ -29,6 +30,7 @@ from jaxrl.rollout.protocol import SampledTokens, SamplerError, SamplingParams
 # A dispatch of decode aims at this long: short enough that requests, cancellations and weights are taken up promptly,
 # long enough that the host's share of it is small.
 TARGET_DISPATCH_SECONDS = 0.03
+_programs = functools.cache(Programs)  # an engine made again with the same limits compiles nothing
 RATE_WINDOW_SECONDS = 5.0  # over which tokens per second are counted
 
 
@@ -93,7 +95,7 @@ class Engine:
             )
         self._has_lora = lora is not None
         self._vocab_size = architecture.vocab_size
-        self._programs = Programs(architecture, config, num_usable + 1, lora, self._device)
+        self._programs = _programs(architecture, config, num_usable + 1, lora, self._device)
         self._cache = PageCache(num_usable + 1, config.page_size)
         self._pools = self._programs.make_pools()
         self._queues = _Queues()

@@ -101,7 +101,8 @@ def _argmax(x_BV, peak):
 
 def _threshold(x_BV, peak, controls: Controls):
     """The smallest kept value of x, [B]."""
-    top_k = jnp.where(controls.top_k > 0, controls.top_k, x_BV.shape[-1])
+    vocab_size = x_BV.shape[-1]
+    top_k = jnp.where(controls.top_k > 0, jnp.minimum(controls.top_k, vocab_size), vocab_size)
     at_k = _largest_value(lambda t: jnp.sum(x_BV >= t[:, None], axis=-1) >= top_k, peak)
 
     def mass(t):
@@ -118,7 +119,7 @@ def _largest_value(holds, peak):
 
     Floats are bisected as integers in the same order (sign-magnitude bits, negatives flipped).
     """
-    low = jnp.full(peak.shape, jnp.iinfo(jnp.int32).min, jnp.int32)  # holds
+    low = _ordered_bits(jnp.full_like(peak, -jnp.inf))  # holds
     high = _ordered_bits(peak)  # the answer is in [low, high]
 
     def halve(_, bounds):
