@@ -11,6 +11,7 @@ apart to fill the gaps, at the price of copied prefixes; otherwise it starts a n
 fewer rows depends on the sizes, so the planner tries both.
 """
 
+from bisect import insort
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +28,10 @@ MAX_OPEN_ROWS = 128
 # closing. Room for more than 8 of the largest is filled largest first, the subset closes what is left.
 SUBSET_CANDIDATES = 24
 SUBSET_ROOM = 8
+
+# A row that has refused this many units that its tokens would admit is out of terms, reads, segments
+# or trajectories: the rest is not tried.
+MAX_REFUSED = 8
 
 
 @dataclass(frozen=True)
@@ -180,9 +185,20 @@ class _Packer:
             tokens += self.length[node]
             node = self.parent[node]
 
+    def _fullness(self, row: _Row) -> float:
+        """Share of its scarcest resource that a row has used."""
+        limits = self.limits
+        return max(
+            1 - row.free / limits.row_length,
+            row.terms / limits.terms,
+            row.reads / limits.reads,
+            row.segments / limits.segments,
+            len(row.members) / limits.trajectories,
+        )
+
     def _open_row(self) -> _Row:
         if len(self.open) == MAX_OPEN_ROWS:
-            fullest = min(self.open, key=lambda row: row.free)
+            fullest = max(self.open, key=self._fullness)
             self.open.remove(fullest)
             for node in fullest.children:
                 if not self.private[node]:
@@ -239,23 +255,23 @@ class _Packer:
         return missing
 
     def _fill_row(self, row: _Row, frame: _Frame) -> None:
-        """Moves units from a frame into a row that holds the first of them or the last."""
+        """Moves units from a frame into a row, as many tokens of them as fit."""
         units, sizes = frame.units, self.subtree_tokens
         room = row.free - self._missing(row, frame.node)
-        kept: list[int] = []  # fit by their tokens, not by something else
-        first = 0
+        refused: list[int] = []  # fit by their tokens, not by something else
 
         def move(v: int) -> int:
             if self._takes_subtree(row, v):
                 self._place_subtree(row, v)
                 return sizes[v]
-            kept.append(v)
+            refused.append(v)
             return 0
 
-        if not row.members:
+        first = 0
+        if not row.members:  # a new row: the largest is the hardest to place later
             room -= move(units[0])
             first = 1
-        while first < len(units) and sizes[units[-1]] <= room:
+        while first < len(units) and sizes[units[-1]] <= room and len(refused) < MAX_REFUSED:
             if sizes[units[first]] * SUBSET_ROOM < room:
                 room -= move(units[first])
                 first += 1
@@ -263,13 +279,14 @@ class _Packer:
             count = len(units) - first
             step = max(count / SUBSET_CANDIDATES, 1)
             at = [first + int(k * step) for k in range(min(count, SUBSET_CANDIDATES))]
-            for k in reversed(best_subset([sizes[units[k]] for k in at], room)):
+            chosen = best_subset([sizes[units[k]] for k in at], room)
+            if not chosen:  # the smallest fits, though no candidate does
+                chosen, at = [0], [len(units) - 1]
+            for k in reversed(chosen):
                 room -= move(units.pop(at[k]))
-            if count > SUBSET_CANDIDATES and sizes[units[-1]] <= room:
-                room -= move(units.pop())
-                continue
-            break
-        frame.units = sorted(kept + units[first:], key=lambda v: -sizes[v]) if kept else units[first:]
+        frame.units = units[first:]
+        for v in refused:
+            insort(frame.units, v, key=lambda v: -sizes[v])
 
     def _place_units(self, frame: _Frame) -> int | None:
         """Places at least one unit of a frame, or names one to take apart first."""
@@ -278,8 +295,9 @@ class _Packer:
         if row is not None:
             left = len(frame.units)
             self._fill_row(row, frame)
-            if len(frame.units) == left:
-                self._place_subtree(row, frame.units.pop())
+            if len(frame.units) == left:  # the best by tokens were refused; the one searched for is not
+                frame.units.remove(smallest)
+                self._place_subtree(row, smallest)
             return None
         if self.split and self.stop[largest] - largest > 1:
             if self._search(frame.node, self.least_path[largest], self._takes, self.least_member[largest]) is not None:
@@ -298,10 +316,11 @@ class _Packer:
                 if apart is not None:
                     stack.append(self._frame(apart))
             else:
-                # Trajectories that end in the node go after what continues them: a row holds them by now.
-                for k in range(self.first_member[frame.node], self.first_member[frame.node + 1]) if frame.node >= 0 else ():
-                    self._place(self.by_node[k])
                 stack.pop()
+                # Trajectories that end in the node go after what continues them: a row holds them by now.
+                if frame.node >= 0:
+                    for k in range(self.first_member[frame.node], self.first_member[frame.node + 1]):
+                        self._place(self.by_node[k])
         return self.rows
 
 
