@@ -33,8 +33,9 @@ class CheckpointError(Exception):
 class Checkpoints:
     """The checkpoints of a run. Every process of the run calls every method, in the same order."""
 
-    def __init__(self, folder: str | Path, keep: int, keep_best: bool):
-        """`keep`: most recent ones kept. `keep_best`: also the one with the highest metric."""
+    def __init__(self, folder: str | Path, keep: int, keep_best: bool, read_only: bool = False):
+        """`keep`: most recent ones kept. `keep_best`: also the one with the highest metric. `read_only`:
+        leaves the folder as it is, so that it can be read while the run that writes it goes on."""
         self._folder = Path(folder).absolute()
         policies: list[Any] = [checkpoint_managers.LatestN(keep)]
         if keep_best:
@@ -44,7 +45,9 @@ class Checkpoints:
             preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
             best_fn=_metric,  # has the metric written beside the state
             save_decision_policy=_Always(),
-            cleanup_tmp_directories=True,
+            cleanup_tmp_directories=not read_only,
+            create=not read_only,
+            read_only=read_only,
         )
         try:
             self._manager = ocp.CheckpointManager(self._folder, options=options, item_names=(_STATE, _HOST))
@@ -96,12 +99,30 @@ class Checkpoints:
     def restore(self, step: int, abstract: Any) -> Any:
         """The state of a step, on the shardings of `abstract`: a pytree of jax.ShapeDtypeStruct, see
         `abstract_state`. Raises CheckpointError naming an array that one of them lacks or has otherwise."""
-        saved, wanted = self._read(step, **{_HOST: ocp.args.JsonRestore()})[_HOST]["arrays"], _describe(abstract)
+        self._compare(step, self._arrays(step), _describe(abstract))
+        return self._read(step, **{_STATE: ocp.args.StandardRestore(abstract)})[_STATE]
+
+    def restore_part(self, step: int, abstract: Mapping[str, Any]) -> dict[str, Any]:
+        """Some fields of the state of a step, {field: pytree}, on the shardings of `abstract`; the others are
+        not read. Raises CheckpointError as `restore` does."""
+        arrays = {name: array for name, array in self._arrays(step).items() if name.split("/")[0] in abstract}
+        self._compare(step, arrays, _describe(abstract))
+        restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
+        args = ocp.args.PyTreeRestore(item=dict(abstract), restore_args=restore_args, partial_restore=True)
+        return self._read(step, **{_STATE: args})[_STATE]
+
+    def fields(self, step: int) -> set[str]:
+        """The fields of the state of a step that hold arrays."""
+        return {name.split("/")[0] for name in self._arrays(step)}
+
+    def _arrays(self, step: int) -> dict[str, str]:
+        return self._read(step, **{_HOST: ocp.args.JsonRestore()})[_HOST]["arrays"]
+
+    def _compare(self, step: int, saved: Mapping[str, str], wanted: Mapping[str, str]) -> None:
         for name in [*saved, *(name for name in wanted if name not in saved)]:
             if saved.get(name) != wanted.get(name):
                 problem = f"array {name} is {saved.get(name, 'missing')} there and {wanted.get(name, 'missing')} in this run"
                 raise self._error(f"cannot restore step {step} from", problem)
-        return self._read(step, **{_STATE: ocp.args.StandardRestore(abstract)})[_STATE]
 
     def host(self, step: int) -> dict[str, Any]:
         """The dict saved with a step."""
