@@ -1,10 +1,28 @@
-"""Layouts of 8 devices against one device. Every layout: tests/proofs/proof_layouts.py."""
+"""Layouts of 8 devices against one device, in one process and in two. Every layout: tests/proofs/proof_layouts.py."""
 
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
 import pytest
-from layouts import compare, make_batches, step_on
+from layouts import AXES, compare, make_batches, step_on
 
-# Every axis at 2, 4 and 8, (data, fsdp, context, tensor).
+HERE = Path(__file__).parent
+# Every axis at 2, 4 and 8.
 LAYOUTS = [(8, 1, 1, 1), (1, 8, 1, 1), (1, 1, 8, 1), (1, 1, 1, 8), (4, 2, 1, 1), (1, 1, 2, 4), (1, 4, 1, 2), (2, 1, 4, 1)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """Partitioning is what is tested here; without XLA's later passes the module takes half the time."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")
@@ -14,7 +32,32 @@ def reference():
 
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=lambda sizes: "x".join(map(str, sizes)))
 def test_layout_equals_one_device(reference, sizes):
-    result = step_on(dict(zip(("data", "fsdp", "context", "tensor"), sizes, strict=True)), make_batches())
-    gradient_error, adam_error = compare(result, reference)
+    gradient_error, adam_error = compare(step_on(dict(zip(AXES, sizes, strict=True)), make_batches()), reference)
     print(f"{sizes}: gradients {gradient_error:.1e}, after Adam {adam_error:.1e} lr")
+    assert gradient_error <= 1e-5 and adam_error <= 1e-2
+
+
+def test_two_processes_equal_one_device(reference, tmp_path):
+    """Process 1 has no rows but those it is sent, and its signal ends the run of both."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    arguments = [str(tmp_path / "result"), json.dumps({"fsdp": 2, "context": 2, "tensor": 2})]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent.parent)])}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(HERE / "one_of_two_processes.py"), str(port), str(i), *arguments],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+        )
+        for i in range(2)
+    ]  # fmt: skip
+    try:
+        outputs = [p.communicate(timeout=200) for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
+    assert [p.returncode for p in processes] == [0, 0], outputs
+    events = [json.loads(stdout.splitlines()[-1]) for stdout, _ in outputs]
+    assert events == [["TRAIN 7 2", "CHECKPOINT 7 0", "STOP 7 0"]] * 2
+    gradient_error, adam_error = compare(pickle.loads((tmp_path / "result").read_bytes()), reference)
     assert gradient_error <= 1e-5 and adam_error <= 1e-2
