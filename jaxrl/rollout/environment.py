@@ -39,7 +39,9 @@ class Chat(Protocol):
 
     messages: list[dict[str, Any]]  # may be edited; what the next call renders is what counts
 
-    async def ask(self, content: str | Sequence[Mapping[str, Any]], *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Reply:
+    async def ask(
+        self, content: str | Sequence[Mapping[str, Any]], *, max_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> Reply:
         """Adds a user message (or messages), generates the assistant's, adds it and returns it."""
 
     async def complete(self, text: str = "", *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Reply:
