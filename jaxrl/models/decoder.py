@@ -133,7 +133,8 @@ class Decoder(nn.Module):
     @nn.compact
     def __call__(self, tokens, positions, attend: Attend, cache: Any = None) -> tuple[jax.Array, Any]:
         """tokens, positions: int32 [B, T]. cache: None, or a pytree whose leaves lead with a layer axis; without
-        `scan_layers` also a list of one pytree per layer, which then never has to be stacked again.
+        `scan_layers` also a list of one pytree per layer, which then never has to be stacked again. The embedding
+        of an id beyond the vocabulary is NaN.
 
         Returns the hidden states after the final norm, [B, T, E] in `dtype`, and the cache in the form it came in.
         """
@@ -186,7 +187,7 @@ def _constrain(x_BTE, mesh: Mesh | None):
     return jax.lax.with_sharding_constraint(x_BTE, NamedSharding(mesh, PartitionSpec(rules["rows"], rules["tokens"], None)))
 
 
-def _abstract_variables(decoder: Decoder):
+def _boxed_variables(decoder: Decoder):
     """Shapes and dtypes of the variables, each boxed with the logical names of its dimensions."""
     return jax.eval_shape(lambda key: _init(decoder, key), jax.eval_shape(lambda: jax.random.key(0)))
 
@@ -198,12 +199,12 @@ def _init(decoder: Decoder, key):
 
 def logical_axes(decoder: Decoder):
     """A PartitionSpec of logical names for every variable, in the tree of the variables."""
-    return nn.get_partition_spec(_abstract_variables(decoder))
+    return nn.get_partition_spec(_boxed_variables(decoder))
 
 
 def abstract_variables(decoder: Decoder):
     """A ShapeDtypeStruct for every variable."""
-    return nn.unbox(_abstract_variables(decoder))
+    return nn.unbox(_boxed_variables(decoder))
 
 
 def shardings(decoder: Decoder, mesh: Mesh):

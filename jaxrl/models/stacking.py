@@ -1,5 +1,7 @@
 """One parameter from its tensors and back: transposed, stacked over layers, cut to the shard a device holds."""
 
+import functools
+
 import jax
 import numpy as np
 
@@ -16,6 +18,7 @@ def read_parameter(files: TensorFiles, name: ParameterName, num_layers: int, sha
         part = files.read(tensor, index[::-1] if name.transpose else index)
         return part.T if name.transpose else part
 
+    @functools.cache  # devices that hold the same shard share one read and one copy on the host
     def shard(index: tuple[slice, ...]) -> np.ndarray:
         index = tuple(slice(*one.indices(size)[:2]) for one, size in zip(index, shape, strict=True))
         if not name.stacked:

@@ -74,7 +74,7 @@ def test_parameters_are_those_of_the_decoder(goldens):
 
 def test_a_device_gets_its_shard_and_nothing_else_is_read(goldens, monkeypatch, tmp_path):
     architecture = load_architecture(goldens / "llama2")
-    mesh = make_mesh(MeshConfig(data=1, fsdp=4, tensor=2))
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     placed = shardings(Decoder(architecture), mesh)["params"]
     read = []
     original = TensorFiles.read
@@ -85,12 +85,15 @@ def test_a_device_gets_its_shard_and_nothing_else_is_read(goldens, monkeypatch, 
 
     monkeypatch.setattr(TensorFiles, "read", spy)
     params = load_checkpoint(goldens / "llama2", architecture, placed, "float32")
+    sharded_reads = len(read)
     whole = load_checkpoint(goldens / "llama2", architecture, None, "float32")
     for a, b, sharding in zip(*map(jax.tree.leaves, (params, whole, placed)), strict=True):
         assert a.sharding == sharding
         np.testing.assert_array_equal(a, b)
-    sharded_reads = [part for name, part in read if name.endswith("q_proj.weight")][: 8 * architecture.num_layers]
-    assert all(part.shape == (16, 8) for part in sharded_reads)  # [32, 32] over tensor 2 and fsdp 4
+    for layer in range(architecture.num_layers):
+        name = f"model.layers.{layer}.self_attn.q_proj.weight"
+        parts = [part.shape for tensor, part in read[:sharded_reads] if tensor == name]
+        assert parts == [(16, 16)] * 4  # [32, 32] over tensor 2 and fsdp 2; the replicas of `data` share a read
     save_checkpoint(tmp_path / "out", params, architecture, "float32")
     before, after = file_tensors(goldens / "llama2"), file_tensors(tmp_path / "out")
     assert all(before[name].tobytes() == after[name].tobytes() for name in before)
