@@ -185,6 +185,22 @@ def test_leftovers_of_a_save_are_not_listed(tmp_path, mesh):
     assert sorted(os.listdir(tmp_path)) == ["1", "2"]
 
 
+def test_a_reader_leaves_the_save_of_another_process_alone(tmp_path, mesh):
+    state = make_state(mesh)
+    checkpoints = Checkpoints(tmp_path, keep=1, keep_best=False)
+    checkpoints.save(1, state, {"step": 1})
+    checkpoints.wait()
+    (tmp_path / "2.orbax-checkpoint-tmp").mkdir()
+    reader = Checkpoints(tmp_path, keep=1, keep_best=False, read_only=True)
+    assert reader.steps() == [1] and reader.host(1) == {"step": 1}
+    part = reader.restore_part(1, {"trainable": abstract_state(state).trainable})
+    assert set(part) == {"trainable"}
+    assert_same_bits(part["trainable"], state.trainable)
+    reader.close()
+    assert (tmp_path / "2.orbax-checkpoint-tmp").exists()
+    checkpoints.close()
+
+
 def test_another_model_is_an_error_that_names_the_array_and_the_folder(tmp_path, mesh):
     state = make_state(mesh)
     checkpoints = Checkpoints(tmp_path, keep=1, keep_best=False)
