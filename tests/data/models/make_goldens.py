@@ -49,7 +49,9 @@ def randomise(model) -> None:
     """Weights large enough that every part of the model moves the logits; norms and biases away from 1 and 0."""
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape)
-        parameter.data = 1 + 0.3 * noise if "norm" in name else 0.3 * noise if parameter.ndim == 1 else noise / parameter.shape[1] ** 0.5
+        parameter.data = (
+            1 + 0.3 * noise if "norm" in name else 0.3 * noise if parameter.ndim == 1 else noise / parameter.shape[1] ** 0.5
+        )
 
 
 def logits(model, ids: np.ndarray) -> np.ndarray:
