@@ -160,10 +160,9 @@ class Engine:
 
     def _copy(self, weights: Any) -> Any:
         """The published weights in the sampler's own memory. Raises SamplerError naming a tensor that does not fit."""
-        if "lora" in weights and not self._has_lora:
-            raise SamplerError(
-                "the published weights have adapters: make the sampler with the LoRA config they were trained with"
-            )
+        if ("lora" in weights) != self._has_lora:
+            there, here = ("adapters", "without") if "lora" in weights else ("no adapters", "with")
+            raise SamplerError(f"the published weights have {there}, but this sampler was made {here} a LoRA config")
         copy = self._programs.prepare_weights(jax.device_put(weights, self._device))
         if hasattr(self, "_weights"):
             _check_same_form(self._weights, copy)

@@ -17,7 +17,7 @@ from jaxrl.engine.pages import TRASH_PAGE
 from jaxrl.engine.sampling import Controls, draw
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.decoder import Decoder, head_matrix, unstack_layers
-from jaxrl.models.lora import scaling
+from jaxrl.models.peft import merge_lora
 
 MAX_STEPS = 16  # decode steps of one dispatch, at most
 STOP_IDS = 8  # stop tokens a slot watches on the device; the host watches them all
@@ -157,15 +157,6 @@ def _copy_pages(pools, source, target):
 
 def _prepare(variables, *, dtype, lora: LoraConfig | None):
     """The sampler's own copy: adapters merged into the base (in the parameters' dtype), layers unstacked, cast."""
-    params = variables["params"]
-    if "lora" in variables:
-        params = _merge(params, variables["lora"], scaling(lora))
+    params = merge_lora(variables, lora)
     weights = unstack_layers({"params": params}) if "layers" in params else {"params": params}
     return jax.tree.map(lambda leaf: jnp.array(leaf, dtype, copy=True), weights)
-
-
-def _merge(params, adapters, scale):
-    if "lora_a" in adapters:
-        update = jnp.matmul(adapters["lora_a"], adapters["lora_b"]) * scale
-        return params | {"kernel": params["kernel"] + update.astype(params["kernel"].dtype)}
-    return params | {name: _merge(params[name], child, scale) for name, child in adapters.items()}
