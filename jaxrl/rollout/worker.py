@@ -112,7 +112,7 @@ class Worker:
             result = failure("raised", "CancelledError: something in the rollout cancelled it")
         except PromptTooLong as error:
             result = failure("too_long", str(error))
-        except Exception as error:
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             result = failure("raised", f"{type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})")
         self._finish(job, {**result, **story(book, chat)})
@@ -202,7 +202,7 @@ def bracketed(coroutine: Coroutine, job: Job, pulse: Pulse):
             awaited = resume(value)
         except StopIteration as stop:
             return stop.value
-        except (SystemExit, KeyboardInterrupt) as error:  # these would end the worker
+        except (SystemExit, KeyboardInterrupt) as error:  # of a task the rollout started: these would end the worker
             raise RuntimeError(f"{type(error).__name__}({error}) in a rollout") from error
         finally:
             job.on_cpu_ns += pulse.leave() - began
