@@ -14,7 +14,7 @@ from jaxrl.attention import tree_attention
 from jaxrl.config import AlgorithmConfig, AttentionConfig
 from jaxrl.data import PackedRows
 from jaxrl.losses.aligned import LossSums
-from jaxrl.mesh import ROW_AXES, row_shards
+from jaxrl.mesh import row_shards
 from jaxrl.models.decoder import Decoder, head_matrix
 from jaxrl.models.head import read_logprobs
 
@@ -38,12 +38,13 @@ def row_logprobs(
     hidden_RTE, _ = decoder.apply(variables, rows.tokens, rows.positions, attend)
     reads = rows.reads
     states_RUE = jnp.take_along_axis(hidden_RTE, jnp.maximum(reads.state, 0)[..., None], axis=1)
-    states_RUE = _constrain(states_RUE, mesh, PartitionSpec(ROW_AXES, "context", None))
     # Gathered over fsdp once here, not once per chunk of reads.
-    head_EV = _constrain(head_matrix(variables["params"], architecture), mesh, PartitionSpec(None, "tensor"))
-    devices = row_shards(mesh) * mesh.shape["context"]
-    chunk = max(1, _HEAD_READS * devices // reads.state.shape[0])
-    return read_logprobs(states_RUE, head_EV, reads.target, reads.temperature, chunk)
+    head_EV = jax.lax.with_sharding_constraint(
+        head_matrix(variables["params"], architecture).astype(decoder.dtype), NamedSharding(mesh, PartitionSpec(None, "tensor"))
+    )
+    rows_per_device = reads.state.shape[0] // row_shards(mesh)
+    chunk = max(1, _HEAD_READS // rows_per_device)
+    return read_logprobs(states_RUE, head_EV, reads.target, reads.temperature, chunk, mesh=mesh)
 
 
 def row_losses(
@@ -57,7 +58,3 @@ def row_losses(
         return loss(logp_U[read], entropy_U[read], terms_M, algorithm)
 
     return jax.vmap(one_row)(logp_RU, entropy_RU, rows.terms)
-
-
-def _constrain(x, mesh: Mesh, spec: PartitionSpec):
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
