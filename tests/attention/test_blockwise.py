@@ -65,7 +65,6 @@ def compare(rng, rows, num_tokens, heads, kv_heads, size, block_q, block_k, dtyp
 
 
 SHAPES = [  # rows, tokens, heads, KV heads, head size, query block, key block
-    (2, 63, 1, 1, 16, 16, 16),
     (2, 63, 8, 8, 32, 64, 16),
     (2, 500, 8, 4, 16, 64, 128),
     (1, 500, 4, 1, 128, 128, 64),

@@ -1,4 +1,4 @@
-"""`tree_attention` over every layout of eight devices, and over rows with padding."""
+"""`tree_attention` over eight devices, each axis alone and together, and over rows with padding."""
 
 import logging
 from functools import lru_cache, partial
@@ -19,9 +19,7 @@ LAYOUTS = [
     {"data": 8},
     {"context": 8},
     {"tensor": 8},
-    {"data": 2, "fsdp": 2, "context": 2},
     {"fsdp": 2, "context": 2, "tensor": 2},
-    {"context": 4, "tensor": 2},
     {"data": 2, "context": 2, "expert": 2},
 ]
 
@@ -70,7 +68,7 @@ def largest_error(got, want):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: " ".join(f"{a}{n}" for a, n in layout.items()))
-def test_every_layout_equals_naive(layout):
+def test_layouts_equal_naive(layout):
     mesh = make_mesh(MeshConfig(**{"data": 1, **layout}))
     args = case(0)
     heads = NamedSharding(mesh, PartitionSpec(ROW_AXES, "context", "tensor"))

@@ -112,7 +112,7 @@ def test_logits_of_one_chunk_at_a_time():
     assert compiled.memory_analysis().temp_size_in_bytes < num_reads * vocab * 4 / 4
 
 
-LAYOUTS = [{"tensor": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "context": 2, "tensor": 2}]
+LAYOUTS = [{"tensor": 8}, {"fsdp": 2, "context": 2, "tensor": 2}]
 
 
 def placed(args, layout):
@@ -138,8 +138,8 @@ def test_gspmd_equals_log_softmax(layout):
     assert max(found.values()) <= 1e-5, found
 
 
-@pytest.mark.parametrize("layout", [{"data": 8}, {"fsdp": 8}, {"context": 8}, *LAYOUTS], ids=names)
-def test_every_layout_equals_log_softmax(layout):
+@pytest.mark.parametrize("layout", [{"data": 4, "fsdp": 2}, {"context": 8}, *LAYOUTS], ids=names)
+def test_layouts_equal_log_softmax(layout):
     args, mesh = placed(case(3, (8, 48), vocab=104), layout)
     got = run(lambda *a: read_logprobs(*a, 4, mesh=mesh), *args)
     found = errors(got, dense_result())
