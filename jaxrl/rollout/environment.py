@@ -19,7 +19,7 @@ from typing import Any, Protocol
 class Reply:
     """What the policy answered in one model call."""
 
-    text: str  # special tokens left out
+    text: str  # special tokens left out; a stop string that ended it is the end of it
     finish_reason: str  # "stop" or "length"
     num_tokens: int
 
@@ -42,7 +42,7 @@ class Chat(Protocol):
     async def ask(
         self, content: str | Sequence[Mapping[str, Any]], *, max_tokens: int | None = None, stop: Sequence[str] = ()
     ) -> Reply:
-        """Adds a user message (or messages), generates the assistant's, adds it and returns it."""
+        """Adds a user message (or messages: a tool's, or none), generates the assistant's, adds it and returns it."""
 
     async def complete(self, text: str = "", *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Reply:
         """Appends text as it is, without a template, and generates: for base models."""

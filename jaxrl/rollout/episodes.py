@@ -17,9 +17,9 @@ import numpy as np
 
 from jaxrl.config import Config, EnvConfig
 from jaxrl.data import Episode, Source, Trajectory
-from jaxrl.rollout.chat import CallKey, LengthLimit
+from jaxrl.rollout.chat import Call, CallKey, LengthLimit
 from jaxrl.rollout.protocol import Completion, SampledTokens, Sampler, SamplerError, SamplingParams
-from jaxrl.rollout.workers import CallRequest, Workers, WorkerSettings
+from jaxrl.rollout.workers import Workers, WorkerSettings
 
 FAILURES = ("raised", "timeout", "hung", "too_long")
 
@@ -99,15 +99,15 @@ class EpisodeRunner:
         run's seed, `stream` (so that an evaluation draws other numbers than training), group, index and call. Cancelling
         this cancels the episode and its generations. Raises SamplerError and ConfigError; a failed episode is returned."""
 
-        async def generate(request: CallRequest) -> Completion:
-            call = replace(
+        async def generate(call: Call) -> Completion:
+            call_params = replace(
                 params,
-                max_tokens=request.max_tokens,
+                max_tokens=call.max_tokens,
                 stop_token_ids=tuple(sorted({*self._eos_ids, *params.stop_token_ids})),
-                stop_strings=tuple(dict.fromkeys([*params.stop_strings, *request.stop])),
-                seed=call_seed(self._seed, stream, group, index, request.key),
+                stop_strings=tuple(dict.fromkeys([*params.stop_strings, *call.stop])),
+                seed=call_seed(self._seed, stream, group, index, call.key),
             )
-            completion = await self._sampler.generate(request.prompt_ids, call, priority)
+            completion = await self._sampler.generate(call.prompt_ids, call_params, priority)
             _check_tokens(completion.tokens)
             return completion
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.config import ConfigError, EnvConfig
-from jaxrl.rollout.chat import CallKey, LengthLimit
+from jaxrl.rollout.chat import Call, CallKey, LengthLimit
 from jaxrl.rollout.protocol import Completion
 from jaxrl.rollout.wire import NOBODY, Pulse, encode_frame, read_frame
 
@@ -39,20 +39,6 @@ BOOT = (
 )
 # Workers leave accelerators to the trainer, and cores to each other.
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-
-
-@dataclass(frozen=True)
-class CallRequest:
-    """A model call of an episode, as its worker asks for it."""
-
-    key: CallKey
-    prompt_ids: list[int]
-    max_tokens: int
-    stop: tuple[str, ...]
-
-    def fingerprint(self) -> bytes:
-        rest = json.dumps([self.max_tokens, self.stop]).encode()
-        return hashlib.blake2b(array("i", self.prompt_ids).tobytes() + rest, digest_size=16).digest()
 
 
 @dataclass(frozen=True)
@@ -75,28 +61,32 @@ class Job:
     number: int
     task: Mapping[str, Any]
     max_tokens: int
-    generate: Callable[[CallRequest], Awaitable[Completion]]
+    generate: Callable[[Call], Awaitable[Completion]]
     result: asyncio.Future[dict[str, Any]]
     calls: dict[CallKey, tuple[bytes, asyncio.Task[Completion]]] = field(default_factory=dict)
-    restarts: int = 0
-    num_replayed: int = 0
+    restarts: int = 0  # without blame
 
-    def call(self, request: CallRequest) -> asyncio.Task[Completion]:
-        """The answer to a call: the recorded one if the same was asked before."""
-        print_of_request = request.fingerprint()
-        if request.key in self.calls:
-            recorded, answer = self.calls[request.key]
-            if recorded == print_of_request:
-                self.num_replayed += 1
+    def answer(self, call: Call) -> asyncio.Task[Completion]:
+        """What the sampler answers to a call: the recorded answer if the same was asked before."""
+        asked = fingerprint(call)
+        if call.key in self.calls:
+            recorded, answer = self.calls[call.key]
+            if recorded == asked:
                 return answer
             answer.cancel()
-        answer = asyncio.ensure_future(self.generate(request))
-        self.calls[request.key] = print_of_request, answer
+        answer = asyncio.ensure_future(self.generate(call))
+        self.calls[call.key] = asked, answer
         return answer
 
     def settle(self, result: dict[str, Any] | BaseException) -> None:
         if not self.result.done():
             self.result.set_exception(result) if isinstance(result, BaseException) else self.result.set_result(result)
+
+
+def fingerprint(call: Call) -> bytes:
+    """Equal for calls that ask the same."""
+    rest = json.dumps([call.max_tokens, call.stop]).encode()
+    return hashlib.blake2b(array("i", call.prompt_ids).tobytes() + rest, digest_size=16).digest()
 
 
 class _Process:
@@ -167,7 +157,7 @@ class Workers:
             raise self._broken
 
     async def run(
-        self, task: Mapping[str, Any], max_tokens: int, generate: Callable[[CallRequest], Awaitable[Completion]]
+        self, task: Mapping[str, Any], max_tokens: int, generate: Callable[[Call], Awaitable[Completion]]
     ) -> tuple[Job, dict[str, Any]]:
         """Runs one episode to its end, whatever that is: a "done" message of worker.py, with `kind` and `error` if it
         failed. Raises what `generate` raises, and ConfigError if the environment cannot be built any more."""
@@ -265,10 +255,9 @@ class Workers:
 
     async def _answer(self, process: _Process, job: Job, message: dict[str, Any]) -> None:
         path, number = message["key"]
-        request = CallRequest((tuple(path), number), message["prompt_ids"], message["max_tokens"], tuple(message["stop"]))
-        answer = job.call(request)
+        call = Call((tuple(path), number), message["prompt_ids"], message["max_tokens"], tuple(message["stop"]))
         try:
-            completion = await asyncio.shield(answer)
+            completion = await asyncio.shield(job.answer(call))
         except asyncio.CancelledError:
             return
         except Exception as error:  # the sampler's: the run cannot go on
@@ -295,7 +284,7 @@ class Workers:
                         process,
                         beat.job,
                         "hung",
-                        f"blocked its worker for {self._blocked_seconds:g} s without awaiting anything",
+                        f"blocked its worker for {self._blocked_seconds:g} s without awaiting: long computations belong into asyncio.to_thread or a subprocess",
                     )
                 elif beat.job == NOBODY and now - beat.alive > SILENT_SECONDS:
                     await self._lose(process, NOBODY, "hung", f"its worker was silent for {SILENT_SECONDS:g} s")
@@ -324,8 +313,8 @@ class Workers:
                 self._assign(job, fresh)
 
     def _break(self, error: BaseException) -> None:
-        self._broken = error
+        self._broken = self._broken or error  # the first is the cause
         self._all_ready.set()
         for process in self._processes:
             for job in process.jobs.values():
-                job.settle(error)
+                job.settle(self._broken)

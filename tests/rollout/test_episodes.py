@@ -165,14 +165,6 @@ def test_failures_cost_their_episode_only(tokenizer, tmp_path):
     assert len(sampled) == len(set(sampled)) == 3 * 5 + len(bad)
 
 
-def test_the_policys_time_is_not_the_environments(tokenizer):
-    async def scenario(runner):
-        return await episodes(runner, [{"do": "answer", "turns": 2}] * 2)
-
-    sampler = ScriptedSampler(script, seconds=0.6)
-    assert [e.error for e in with_runner(sampler, tokenizer, scenario, timeout_seconds=0.5)] == [None, None]
-
-
 def test_an_episodes_clock_stands_while_others_hold_the_cpu():
     descriptor = Pulse.create()[1]
     settings = {"env": {"timeout_seconds": 10.0}, "limit": {"tokens": 9, "key": "k"}, "eos_ids": [2]}
@@ -191,7 +183,7 @@ def test_sampler_errors_and_cancellation(tokenizer):
             raise SamplerError("the server is gone: start it")
         return [70], "length"
 
-    sampler = ScriptedSampler(fail_on_long, seconds=0.3)
+    sampler = ScriptedSampler(fail_on_long, seconds=0.6)
 
     async def scenario(runner):
         with pytest.raises(SamplerError, match="start it"):
@@ -205,12 +197,13 @@ def test_sampler_errors_and_cancellation(tokenizer):
         await asyncio.sleep(0.01)
         assert sampler.running == 0
         assert not any(p.jobs for p in runner.workers._processes)
-        episode = await runner.run({"do": "answer", "turns": 2}, PARAMS, task_index=0, group=0, index=1)
-        assert episode.error is None and episode.metrics["chat/truncated"] == 2
+        # The policy takes longer than the timeout, which is for the environment's own time.
+        episode = await runner.run({"do": "answer", "turns": 3}, PARAMS, task_index=0, group=0, index=1)
+        assert episode.error is None and episode.metrics["chat/truncated"] == 3
         with pytest.raises(Exception, match="not JSON"):
             await runner.run({"do": {1, 2}}, PARAMS, task_index=0, group=0, index=2)
 
-    with_runner(sampler, tokenizer, scenario)
+    with_runner(sampler, tokenizer, scenario, timeout_seconds=1.2)
 
 
 PARENT = """

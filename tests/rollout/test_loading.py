@@ -63,15 +63,12 @@ def test_bad_rows_name_their_line(tmp_path, text, message):
         load_file_environment(EnvConfig(name=f"{MISBEHAVE}:rollout", heldout=str(tmp_path / "none.jsonl")))
 
 
-@pytest.mark.parametrize(
-    "name, key, message", [("missing.py:rollout", "env.name", "no such file"), ("nonesuch", "env.name", "no built-in task")]
-)
-def test_a_worker_that_cannot_start_says_why(tmp_path, name, key, message):
+def test_a_worker_that_cannot_start_says_why(tmp_path):
     tokenizer = save_tokenizer(tmp_path / "tokenizer", "smollm2")
 
     async def start():
         runner = EpisodeRunner(
-            EnvConfig(name=name),
+            EnvConfig(name="nonesuch"),
             ScriptedSampler(lambda prompt, params: ([2], "stop")),
             factory="jaxrl.envs:make_environment",
             tokenizer=tokenizer,
@@ -81,6 +78,5 @@ def test_a_worker_that_cannot_start_says_why(tmp_path, name, key, message):
         )
         await runner.start()
 
-    with pytest.raises(ConfigError, match=f"`{key}`.*{message}") as raised:
+    with pytest.raises(ConfigError, match="`env.name`: no built-in task 'nonesuch'"):
         asyncio.run(start())
-    assert raised.value.key == key
