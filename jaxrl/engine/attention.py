@@ -25,21 +25,24 @@ def paged_attention(q, k_pages, v_pages, tables, position, num_blocks, *, scale:
     block = block_pages * page_size
     q = q.reshape(num_rows, num_queries, num_kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
     q = q.reshape(num_rows, num_kv_heads, group * num_queries, head_dim)  # grouped queries are more queries of one key head
-    last_key = jnp.tile(position, (1, group))[:, None, :, None, None]  # [N, 1, group * T, 1, 1]
-    key_offset = jnp.arange(block, dtype=jnp.int32).reshape(block_pages, page_size)
+    last_key = jnp.tile(position, (1, group))[:, None, :, None]  # [N, 1, group * T, 1]
+    key_offset = jnp.arange(block, dtype=jnp.int32)
+    k_rows, v_rows = (pages.reshape(-1, page_size, head_dim) for pages in (k_pages, v_pages))
 
     def visit(i, state):
         peak, total, out = state
         pages = jax.lax.dynamic_slice_in_dim(tables, i * block_pages, block_pages, axis=1)
-        k = k_pages.at[pages].get(mode="promise_in_bounds")  # [N, block_pages, G, S, D]
-        v = v_pages.at[pages].get(mode="promise_in_bounds")
-        score = jnp.einsum("ngqd,nbgsd->ngqbs", q, k, preferred_element_type=jnp.float32)
+        # One index per (page, key head): the gather then copies whole rows of S * D and leaves nothing to transpose.
+        index = pages[:, None, :] * num_kv_heads + jnp.arange(num_kv_heads, dtype=jnp.int32)[:, None]
+        k = k_rows.at[index].get(mode="promise_in_bounds").reshape(num_rows, num_kv_heads, block, head_dim)
+        v = v_rows.at[index].get(mode="promise_in_bounds").reshape(num_rows, num_kv_heads, block, head_dim)
+        score = jnp.einsum("ngqd,ngkd->ngqk", q, k, preferred_element_type=jnp.float32)
         score = jnp.where(i * block + key_offset <= last_key, score * scale, HIDDEN)
-        new_peak = jnp.maximum(peak, jnp.max(score, axis=(-2, -1)))
-        weight = jnp.exp(score - new_peak[..., None, None])
+        new_peak = jnp.maximum(peak, jnp.max(score, axis=-1))
+        weight = jnp.exp(score - new_peak[..., None])
         shrink = jnp.exp(peak - new_peak)
-        update = jnp.einsum("ngqbs,nbgsd->ngqd", weight.astype(v.dtype), v, preferred_element_type=jnp.float32)
-        return new_peak, total * shrink + jnp.sum(weight, axis=(-2, -1)), out * shrink[..., None] + update
+        update = jnp.einsum("ngqk,ngkd->ngqd", weight.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        return new_peak, total * shrink + jnp.sum(weight, axis=-1), out * shrink[..., None] + update
 
     rows = q.shape[:3]
     start = (jnp.full(rows, HIDDEN, jnp.float32), jnp.zeros(rows, jnp.float32), jnp.zeros(q.shape, jnp.float32))

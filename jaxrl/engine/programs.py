@@ -88,7 +88,6 @@ class Programs:
         num_slots = slots.token.shape[0]
         row = jnp.arange(num_slots)
         started = jnp.sum(slots.remaining > 0)
-        head = head_matrix(weights["params"], self.architecture)
 
         def goes_on(state):
             running = jnp.sum(state[4] > 0)
@@ -105,6 +104,8 @@ class Programs:
 
             last = jnp.max(jnp.where(is_running, position, 0))
             hidden, pools = self._hidden(weights, pools, token[:, None], position[:, None], write, slots.tables, last)
+            # In the loop, so that a tied embedding's transpose becomes part of the matmul instead of a copy before it.
+            head = head_matrix(weights["params"], self.architecture)
             logits = jnp.matmul(hidden[:, 0], head, preferred_element_type=jnp.float32)
             drawn = draw(logits, position + 1, slots.controls)
             out = Steps(i + 1, *(a.at[i].set(b) for a, b in zip(out[1:], drawn, strict=True)))
