@@ -38,6 +38,7 @@ def inputs(rng, rows, num_queries, num_keys, heads, kv_heads, size, dtype):
     return [jnp.asarray(rng.standard_normal(s), dtype) for s in shapes]
 
 
+@partial(jax.jit, static_argnums=0)
 def values_and_gradients(f, q, k, v, *offsets, weights):
     """Output, log-sum-exp and the gradients of a loss in which both take part."""
 
@@ -48,7 +49,7 @@ def values_and_gradients(f, q, k, v, *offsets, weights):
         total = jnp.where(seen[..., None], out * out_weights, 0).sum() + jnp.where(seen, lse * lse_weights, 0).sum()
         return total, (out, jnp.where(seen, lse, 0))
 
-    gradients, (out, lse) = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
+    gradients, (out, lse) = jax.grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
     return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True))
 
 

@@ -1,7 +1,7 @@
 """`read_logprobs` against log_softmax over all logits: values, gradients, memory, layouts."""
 
 import re
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -40,12 +40,13 @@ def case(seed, shape, width=24, vocab=101, dtype=jnp.float32):
     return states, head, jnp.asarray(target, jnp.int32), temperature, weights
 
 
+@partial(jax.jit, static_argnums=0)
 def run(f, states, head, target, temperature, weights):
     def loss(states, head):
         logp, entropy = f(states, head, target, temperature)
         return (logp * weights[0] + entropy * weights[1]).sum(), (logp, entropy)
 
-    gradients, results = jax.jit(jax.grad(loss, (0, 1), has_aux=True))(states, head)
+    gradients, results = jax.grad(loss, (0, 1), has_aux=True)(states, head)
     return dict(zip(("logp", "entropy", "d_states", "d_head"), (*results, *gradients), strict=True))
 
 
