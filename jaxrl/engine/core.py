@@ -21,7 +21,7 @@ import numpy as np
 from jaxrl.config import LoraConfig, SamplerConfig
 from jaxrl.data import Source
 from jaxrl.engine.pages import TRASH_PAGE, Allocation, Node, PageCache
-from jaxrl.engine.programs import MAX_STEPS, STOP_IDS, Programs, Slots, Tiles
+from jaxrl.engine.programs import MAX_STEPS, STOP_IDS, Programs, Slots, Steps, Tiles, unpack_steps
 from jaxrl.engine.sampling import Controls
 from jaxrl.engine.stopping import StopStrings
 from jaxrl.models.architecture import Architecture
@@ -140,12 +140,16 @@ class Engine:
     # Weights
 
     def publish(self, weights: Any, version: int) -> tuple[int, int]:
-        """Installs a copy of `weights`. Returns its bytes and how many generations go on under it.
+        """Installs a copy of `weights`. Returns its bytes and how many generations go on under it. Raises SamplerError, and
+        changes nothing, if a tensor does not fit.
 
-        Their cached keys stay those of the weights that computed them. Requests still in prefill start again, so that a
+        Generations that go on keep their cached keys and values: their later tokens are computed by the new weights over
+        what the old ones left, and carry the new version. A forward of the new weights alone gives them other log-probs,
+        so parity of a generation that spans versions is bounded by that, not by rounding. Requests still in prefill start again, so that a
         generation that has emitted nothing sees one version only.
         """
         copy = self._copy(weights)
+        _check_same_form(self._weights, copy)
         jax.block_until_ready(copy)
         self._weights, self.version = copy, version
         self.clear_prefix_cache()
@@ -159,14 +163,13 @@ class Engine:
         self._cache.clear()
 
     def _copy(self, weights: Any) -> Any:
-        """The published weights in the sampler's own memory. Raises SamplerError naming a tensor that does not fit."""
+        """The weights in the sampler's own memory, as it computes with them."""
+        if "params" not in weights:
+            raise SamplerError(f'published weights need "params" beside what they have: {", ".join(weights) or "nothing"}')
         if ("lora" in weights) != self._has_lora:
             there, here = ("adapters", "without") if "lora" in weights else ("no adapters", "with")
             raise SamplerError(f"the published weights have {there}, but this sampler was made {here} a LoRA config")
-        copy = self._programs.prepare_weights(jax.device_put(weights, self._device))
-        if hasattr(self, "_weights"):
-            _check_same_form(self._weights, copy)
-        return copy
+        return self._programs.prepare_weights(jax.device_put(weights, self._device))
 
     # State
 
@@ -278,8 +281,8 @@ class Engine:
         self._pools, steps = self._programs.decode(
             self._weights, self._pools, self._slots(running), np.int32(self._num_steps()), np.bool_(refill)
         )
-        steps = jax.device_get(steps)
-        count = int(steps.count)
+        steps = unpack_steps(np.asarray(steps))
+        count = steps.count
         emissions = [self._collect(request, steps, count) for request in running.values()]
         now = time.monotonic()
         self._seconds_per_step = (now - began) / count
@@ -311,7 +314,7 @@ class Engine:
             min_p[slot], seed[slot] = params.min_p, params.seed & 0xFFFFFFFF
         return Slots(tables, token, position, remaining, stop_ids, Controls(temperature, top_p, top_k, min_p, seed))
 
-    def _collect(self, request: Request, steps, count: int) -> Emission:
+    def _collect(self, request: Request, steps: Steps, count: int) -> Emission:
         """The request's share of a dispatch, up to its end; finishes it there."""
         slot = request.slot
         count = min(count, request.num_left)

@@ -74,10 +74,6 @@ class PageCache:
         """Pages kept for reuse that no generation reads."""
         return self._idle
 
-    def pages_needed(self, num_prompt: int, num_total: int) -> int:
-        """Most pages a generation of num_total tokens, its prompt's num_prompt included, can hold at once."""
-        return -(-num_total // self.page_size) + bool((num_prompt - 1) % self.page_size)
-
     def allocate(self, prompt: Sequence[int], num_total: int) -> Allocation | None:
         """Pages for `prompt` and what follows it, num_total tokens in all; None if there are not enough now.
 

@@ -10,11 +10,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrl.config import LoraConfig, SamplerConfig
 from jaxrl.engine.attention import paged_attention
 from jaxrl.engine.pages import TRASH_PAGE
-from jaxrl.engine.sampling import Controls, draw
+from jaxrl.engine.sampling import Controls, Drawn, draw
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.decoder import Decoder, head_matrix, unstack_layers
 from jaxrl.models.peft import merge_lora
@@ -39,12 +40,12 @@ class Slots(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """What decode sampled; rows at and beyond `count` are arbitrary, and so is a slot after its end."""
+    """What a dispatch sampled. A slot's entries after its end are arbitrary."""
 
-    count: jax.Array  # int32
-    token: jax.Array  # [K, B] int32
-    policy_logp: jax.Array  # [K, B] float32
-    behaviour_logp: jax.Array  # [K, B] float32
+    count: int
+    token: np.ndarray  # [count, B] int32
+    policy_logp: np.ndarray  # [count, B] float32
+    behaviour_logp: np.ndarray  # [count, B] float32
 
 
 class Tiles(NamedTuple):
@@ -83,8 +84,9 @@ class Programs:
         zeros = jax.jit(lambda: jnp.zeros(shape, self.dtype), out_shardings=jax.sharding.SingleDeviceSharding(self.device))
         return [(zeros(), zeros()) for _ in range(a.num_layers)]
 
-    def _decode(self, weights, pools, slots: Slots, num_steps, refill) -> tuple[list, Steps]:
-        """Up to num_steps tokens for every slot with some remaining. With `refill` it ends at the first finished slot."""
+    def _decode(self, weights, pools, slots: Slots, num_steps, refill) -> tuple[list, jax.Array]:
+        """Up to num_steps tokens for every slot with some remaining. With `refill` it ends at the first finished slot.
+        What it sampled is packed into one array, so that the host waits for one transfer; `unpack_steps` reads it."""
         num_slots = slots.token.shape[0]
         row = jnp.arange(num_slots)
         started = jnp.sum(slots.remaining > 0)
@@ -108,17 +110,16 @@ class Programs:
             head = head_matrix(weights["params"], self.architecture)
             logits = jnp.matmul(hidden[:, 0], head, preferred_element_type=jnp.float32)
             drawn = draw(logits, position + 1, slots.controls)
-            out = Steps(i + 1, *(a.at[i].set(b) for a, b in zip(out[1:], drawn, strict=True)))
+            out = out.at[:, i].set(jnp.stack([drawn.token, *(_bits(logp) for logp in drawn[1:])]))
             is_stop = jnp.any(drawn.token[:, None] == slots.stop_ids, axis=-1)
             remaining = jnp.where(is_running & ~is_stop, remaining - 1, 0)
             token = jnp.where(is_running, drawn.token, token)
             return i + 1, pools, token, position + is_running, remaining, out
 
-        floats = jnp.zeros((MAX_STEPS, num_slots), jnp.float32)
-        out = Steps(jnp.int32(0), jnp.zeros((MAX_STEPS, num_slots), jnp.int32), floats, floats)
+        out = jnp.zeros((len(Drawn._fields), MAX_STEPS, num_slots), jnp.int32)
         state = (jnp.int32(0), pools, slots.token, slots.position, slots.remaining, out)
-        _, pools, _, _, _, out = jax.lax.while_loop(goes_on, step, state)
-        return pools, out
+        count, pools, _, _, _, out = jax.lax.while_loop(goes_on, step, state)
+        return pools, jnp.append(out.ravel(), count)
 
     def _prefill(self, weights, pools, tiles: Tiles) -> list:
         """Computes the tiles' keys and values. A tile may follow another of the same call: each layer writes all of them
@@ -149,6 +150,16 @@ class Programs:
             return out, (k_pages, v_pages)
 
         return self._model.apply(weights, tokens, position, attend, pools)
+
+
+def unpack_steps(packed: np.ndarray) -> Steps:
+    count = int(packed[-1])
+    token, policy, behaviour = packed[:-1].reshape(len(Drawn._fields), MAX_STEPS, -1)[:, :count]
+    return Steps(count, token, policy.view(np.float32), behaviour.view(np.float32))
+
+
+def _bits(x):
+    return jax.lax.bitcast_convert_type(x, jnp.int32)
 
 
 def _copy_pages(pools, source, target):

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from engine_model import ARCHITECTURE, VOCAB, causal_attention, logits_of, logps_of, random_variables
 
-from jaxrl.config import LoraConfig, SamplerConfig
+from jaxrl.config import LoraConfig, MeshConfig, SamplerConfig
 from jaxrl.data import Source
 from jaxrl.engine import core
 from jaxrl.engine.core import Engine
-from jaxrl.models.decoder import Decoder, head_matrix, init_variables, unstack_layers
+from jaxrl.mesh import make_mesh
+from jaxrl.models.decoder import Decoder, head_matrix, init_variables, shardings, unstack_layers
 from jaxrl.rollout.protocol import SamplerError, SamplingParams
 
 CONFIG = SamplerConfig(slots=4, max_length=96, page_size=8, prefill_chunk=32)
@@ -333,6 +334,8 @@ def test_weights_that_do_not_fit_are_refused_by_name_and_change_nothing(variable
     wrong = {"params": variables["params"] | {"norm": {"scale": jnp.ones(65)}}}
     with pytest.raises(SamplerError, match="params/norm/scale"):
         engine.publish(wrong, 1)
+    with pytest.raises(SamplerError, match="params"):
+        engine.publish(variables["params"], 1)
     with pytest.raises(SamplerError, match="adapters"):
         engine.publish(variables | {"lora": {}}, 1)
     (request,), log = run(engine, [[1, 2, 3]], SamplingParams(3))
@@ -364,3 +367,21 @@ def test_weights_that_are_not_finite_are_an_error_not_a_token(variables):
     engine.publish(jax.tree.map(lambda leaf: leaf * jnp.nan, variables), 1)
     with pytest.raises(SamplerError, match="not finite under the weights of version 1"):
         run(engine, [[1, 2]], SamplingParams(2))
+
+
+def test_weights_spread_over_a_mesh_are_gathered(variables):
+    mesh = make_mesh(MeshConfig(data=1, fsdp=4, tensor=2))
+    spread = jax.device_put(variables, shardings(Decoder(ARCHITECTURE), mesh))
+    engine = make_engine(random_variables(1))
+    engine.publish(spread, 1)
+    (request,), log = run(engine, [[1, 2, 3]], SamplingParams(6))
+    np.testing.assert_allclose(log.field(request, "policy_logp"), logps_of(variables, [1, 2, 3], log.ids(request)), atol=1e-5)
+
+
+def test_bfloat16_stays_near_float32(variables):
+    engine = make_engine(variables, CONFIG.model_copy(update={"dtype": "bfloat16"}))
+    prompts = [list(range(n)) for n in (5, 30)]
+    requests, log = run(engine, prompts, SamplingParams(20))
+    for request, prompt in zip(requests, prompts, strict=True):
+        error = np.abs(log.field(request, "policy_logp") - logps_of(variables, prompt, log.ids(request)))
+        assert error.mean() < 0.1 and error.max() < 0.5
