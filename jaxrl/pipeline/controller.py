@@ -88,6 +88,13 @@ class EvalDone:
 
 
 @dataclass(frozen=True)
+class Broken:
+    """Something other than the trainer cannot go on: the sampler, say."""
+
+    cause: str
+
+
+@dataclass(frozen=True)
 class CheckpointDone:
     pass
 
@@ -110,6 +117,7 @@ Event = (
     | PublishDone
     | PublishFailed
     | EvalDone
+    | Broken
     | CheckpointDone
     | Signal
     | Tick
@@ -290,6 +298,8 @@ def _apply(state: State, event: Event, now: float) -> tuple[State, tuple[Action,
             if state.phase is not Phase.EVALUATING:  # abandoned: a late answer must not free the trainer
                 return state, ()
             return replace(state, phase=Phase.IDLE, evaluated=state.step), ()
+        case Broken(cause):
+            return _end(state, Fail(cause)), ()
         case CheckpointDone():
             return replace(state, phase=Phase.IDLE, checkpointed=state.step), ()
         case Signal(name):

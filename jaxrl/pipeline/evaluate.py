@@ -1,0 +1,38 @@
+"""Held-out evaluation under one exact policy version."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl.config import Config
+from jaxrl.metrics import names
+from jaxrl.rollout.episodes import EpisodeRunner, sampling_params
+from jaxrl.rollout.protocol import SamplerError
+
+PRIORITY = -1  # before every group: the trainer waits for an evaluation
+
+
+async def evaluate(config: Config, tasks: Sequence[Mapping[str, Any]], runner: EpisodeRunner, version: int) -> dict[str, float]:
+    """Metrics of `eval.samples` episodes on each of the first `eval.num_tasks` held-out tasks. A failed episode earned
+    nothing; how many failed is a metric of its own. Raises SamplerError if a token is of another version."""
+    params = sampling_params(config, evaluation=True)
+    async with asyncio.TaskGroup() as group:
+        runs = [
+            group.create_task(runner.run(task, params, task_index=i, group=i, index=k, stream="eval", priority=PRIORITY))
+            for i, task in enumerate(tasks[: config.eval.num_tasks])
+            for k in range(config.eval.samples)
+        ]
+    episodes = [run.result() for run in runs]
+    versions = {int(v) for e in episodes for t in e.trajectories for v in np.unique(t.version[t.trainable])}
+    if versions - {version}:
+        raise SamplerError(f"the evaluation of policy version {version} got tokens of versions {sorted(versions)}")
+    rewards = np.array([0.0 if e.error else e.reward for e in episodes])
+    by_task = rewards.reshape(-1, config.eval.samples).mean(axis=1)
+    return {
+        names.HELDOUT: float(rewards.mean()),
+        "heldout/standard_error": float(by_task.std() / np.sqrt(len(by_task))),
+        "heldout/failed": float(sum(e.error is not None for e in episodes)),
+        "heldout/tokens_mean": float(np.mean([sum(int(t.trainable.sum()) for t in e.trajectories) for e in episodes])),
+    }

@@ -1,0 +1,376 @@
+"""The asyncio shell of a run: does what the controller says and tells it what happened.
+
+    event ──> controller.step ──> actions ──> tasks and the trainer's thread ──> events
+
+The controller decides; nothing here does. JAX calls of the trainer go to one thread, so that the event loop
+never waits on a device; the sampler has a thread of its own, environments are processes.
+"""
+
+import asyncio
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jaxrl.checkpoint import CheckpointError, Checkpoints, abstract_state
+from jaxrl.config import Config, ConfigError
+from jaxrl.data import Group
+from jaxrl.metrics import JsonlTracker, Trackers, cut, make_trackers, names
+from jaxrl.pipeline import controller as c
+from jaxrl.pipeline.batch import Batch, is_informative, make_batch, oldest_version, refused_batch
+from jaxrl.pipeline.data_order import fingerprint
+from jaxrl.pipeline.evaluate import evaluate
+from jaxrl.pipeline.groups import JournalWriter, run_group
+from jaxrl.pipeline.journal import Journal, JournalError, open_journal
+from jaxrl.pipeline.rollouts import cut_rollouts, num_sampled, rollout_metrics, write_rollouts
+from jaxrl.pipeline.run_folder import open_run
+from jaxrl.pipeline.setup import ENVIRONMENTS, Parts, build, initial_variables
+from jaxrl.pipeline.training import Trained, train
+from jaxrl.pipeline.warm_start import warm_start
+from jaxrl.rollout.episodes import EpisodeRunner, length_limit
+from jaxrl.rollout.protocol import Sampler, SamplerError
+from jaxrl.samplers import make_sampler
+from jaxrl.trainer.state import TrainState
+
+TICK_SECONDS = 1.0
+
+
+class RunError(Exception):
+    """The run cannot go on. What was finished is in the run's folder; the same command continues it."""
+
+
+def run(config: Config) -> dict[str, Any]:
+    """Runs, or continues, the run a config describes; returns its summary. Raises ConfigError and errors that name a file
+    or tensor before anything expensive starts, RunError for what goes wrong later."""
+    return asyncio.run(_run(config, time.monotonic()))
+
+
+async def _run(config: Config, began: float) -> dict[str, Any]:
+    parts = build(config)
+    folder = open_run(config)
+    checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep, config.checkpoint.keep_best)
+    journal = open_journal(folder / "journal")
+    trainer_thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
+    on_trainer = _on(trainer_thread)
+    try:
+        state, host = await on_trainer(_restore_or_start, parts, folder, checkpoints)
+        step = int(state.step)
+        state, _ = await on_trainer(parts.trainer.train_step, state, [refused_batch(parts.limits, config.packing.rows)])
+        sampler = make_sampler(config, parts.architecture, parts.trainer.variables(state), step, parts.tokenizer, parts.eos_ids)
+        runner = EpisodeRunner(
+            config.env,
+            sampler,
+            factory=ENVIRONMENTS,
+            tokenizer=parts.tokenizer.folder,
+            eos_ids=parts.eos_ids,
+            limit=length_limit(config),
+            seed=config.seed,
+            log=folder / "environment.log",
+        )
+        try:
+            await runner.start()
+            cut_rollouts(folder / "rollouts", step)
+            trackers = make_trackers(config.log, folder, step, config.pipeline.steps)
+            try:
+                shell = _Shell(parts, folder, state, host, sampler, runner, checkpoints, journal, trackers, on_trainer, began)
+                del state  # every step donates it
+                return await shell.run()
+            finally:
+                trackers.close()
+        finally:
+            await runner.close()
+            await sampler.close()
+    finally:
+        trainer_thread.shutdown()
+        journal.close()
+        checkpoints.close()
+
+
+def _on(thread: ThreadPoolExecutor) -> Callable[..., Awaitable[Any]]:
+    async def call(function: Callable, *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(thread, function, *args)
+
+    return call
+
+
+def _restore_or_start(parts: Parts, folder: Path, checkpoints: Checkpoints) -> tuple[TrainState, dict[str, Any] | None]:
+    """The train state and what the host knew: of the newest checkpoint, else of step 0."""
+    trainer = parts.trainer
+    state = trainer.init(initial_variables(parts))
+    step = checkpoints.latest()
+    if step is None:
+        if parts.config.sft is not None:
+            cut(folder / "sft.jsonl", 0)
+            tracker = JsonlTracker(folder / "sft.jsonl")
+            try:
+                state = warm_start(parts, state, _warm_start_log(tracker, parts.config.sft.steps))
+            finally:
+                tracker.close()
+        return state, None
+    host = checkpoints.host(step)
+    if host["dataset"] != fingerprint(parts.environment.train):
+        raise ConfigError(
+            "env", f"{folder} holds a run on other task rows than these: give it back its rows, or choose another `name`"
+        )
+    abstract, frozen = abstract_state(_saved(parts, state)), state.frozen
+    del state
+    restored = checkpoints.restore(step, abstract)
+    return (replace(restored, frozen=frozen) if _base_is_elsewhere(parts) else restored), host
+
+
+def _warm_start_log(tracker: JsonlTracker, total: int) -> Callable:
+    def log(step: int, metrics: dict[str, float]) -> None:
+        tracker.log(step, metrics)
+        print(f"warm start {step}/{total} · loss {metrics['loss']:.4f}", flush=True)
+
+    return log
+
+
+def _base_is_elsewhere(parts: Parts) -> bool:
+    """A frozen base that came from a checkpoint's files is not saved again with every step."""
+    return parts.config.model.lora is not None and parts.checkpoint is not None
+
+
+def _saved(parts: Parts, state: TrainState) -> TrainState:
+    return replace(state, frozen={}) if _base_is_elsewhere(parts) else state
+
+
+class _Shell:
+    """The running parts, and what only the shell has to remember between two steps."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        folder: Path,
+        state: TrainState,
+        host: dict[str, Any] | None,
+        sampler: Sampler,
+        runner: EpisodeRunner,
+        checkpoints: Checkpoints,
+        journal: Journal,
+        trackers: Trackers,
+        on_trainer: Callable[..., Awaitable[Any]],
+        began: float,
+    ):
+        config = parts.config
+        self.parts, self.config, self.folder = parts, config, folder
+        self.state = state
+        self.sampler, self.runner, self.checkpoints, self.journal = sampler, runner, checkpoints, journal
+        self.trackers, self.on_trainer = trackers, on_trainer
+        host = host or {"controller": None, "heldout_before": None, "heldout": None, "seconds": 0.0, "dataset": None}
+        self.dataset = host["dataset"] or fingerprint(parts.environment.train)
+        self.heldout_before, self.heldout = host["heldout_before"], host["heldout"]
+        self.reward: float | None = None
+        self.began = began - host["seconds"]
+        self.controller = c.start(_controller_config(config), int(state.step), host["controller"])
+        live = set(self.controller.returning)
+        replayed = journal.replay(lambda i: i in live or i >= self.controller.next_index)
+        self.recorded = {group.index: group.episodes for group in replayed}
+        self.writer = JournalWriter(journal)
+        self.finished: dict[int, Group] = {}  # waiting to be trained on, or being trained on
+        self.recent: list[Group] = []  # finished since the last step
+        self.saved_snapshot: dict[str, Any] | None = None  # of the save under way
+        self.events: asyncio.Queue[c.Event] = asyncio.Queue()
+        self.tasks: dict[asyncio.Task, int | None] = {}  # with the group it runs
+        self.last_step_at = time.monotonic()
+        self.seconds = {"publish": 0.0, "checkpoint": 0.0, "evaluate": 0.0}
+
+    async def run(self) -> dict[str, Any]:
+        loop = asyncio.get_running_loop()
+        signals = (signal.SIGTERM, signal.SIGINT)
+        for number in signals:
+            loop.add_signal_handler(number, self.events.put_nowait, c.Signal(signal.Signals(number).name))
+        try:
+            return await self._loop()
+        finally:
+            for number in signals:
+                loop.remove_signal_handler(number)
+            for task in self.tasks:
+                task.cancel()
+            await asyncio.gather(*self.tasks, return_exceptions=True)
+
+    async def _loop(self) -> dict[str, Any]:
+        event: c.Event = c.Tick()
+        while True:
+            self.controller, actions = c.step(self.controller, event, time.monotonic())
+            for action in actions:
+                if isinstance(action, c.Stop):
+                    await self.on_trainer(self._finish_save)
+                    return self._summary(action.reason)
+                if isinstance(action, c.Fail):
+                    raise RunError(
+                        f"{action.reason}\n{self.folder} holds what was finished; the same command continues from there"
+                    )
+                self._do(action)
+            try:
+                event = await asyncio.wait_for(self.events.get(), TICK_SECONDS)
+            except TimeoutError:
+                event = c.Tick()
+
+    def _do(self, action: c.Action) -> None:
+        match action:
+            case c.SubmitGroup(index):
+                self._spawn(self._run_group(index), index)
+            case c.DropGroup(index, _):
+                self.finished.pop(index, None)
+                for task in [task for task, group in self.tasks.items() if group == index]:
+                    task.cancel()
+            case c.Train(step, indices):
+                self._spawn(self._train(step, indices))
+            case c.Publish(version, in_flight):
+                self._spawn(self._publish(version, in_flight))
+            case c.Evaluate(version):
+                self._spawn(self._evaluate(version))
+            case c.Checkpoint(step):
+                self._spawn(self._checkpoint(step, c.snapshot(self.controller)))
+
+    def _spawn(self, work: Awaitable[c.Event], group: int | None = None) -> None:
+        task = asyncio.ensure_future(work)
+        self.tasks[task] = group
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task) -> None:
+        """A task's result is the event it ends with; its exception ends the run."""
+        del self.tasks[task]
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is None:
+            self.events.put_nowait(task.result())
+            return
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        if not isinstance(error, SamplerError | JournalError | ConfigError | CheckpointError):
+            raise error
+        self.events.put_nowait(c.Broken(f"{type(error).__name__}: {error}"))
+
+    async def _run_group(self, index: int) -> c.Event:
+        recorded = self.recorded.pop(index, ())
+        tasks = self.parts.environment.train
+        group = await run_group(index, tasks, self.runner, self.writer, recorded, self.config, self.parts.limits)
+        errors = [e.error for e in group.episodes if e.error is not None]
+        self.recent.append(group)
+        if len(errors) == len(group.episodes):
+            return c.GroupFailed(index, errors[0])
+        informative = is_informative(group, self.config)
+        self.finished[index] = group
+        return c.GroupFinished(index, oldest_version(group) if informative else self.controller.published, informative)
+
+    async def _train(self, step: int, indices: tuple[int, ...]) -> c.Event:
+        groups = [self.finished.pop(index) for index in indices]
+        began = time.monotonic()
+        batch = await asyncio.to_thread(make_batch, groups, self.config, self.parts.limits, step)
+        packed = time.monotonic()
+        done = await self.on_trainer(self._optimizer_step, batch, step + 1)
+        trained = time.monotonic()
+        if done.bad_rows is not None:
+            return c.TrainFailed(
+                f"NaNError: step {step + 1} has a loss or gradient that is not finite; the weights are those of step {step}. "
+                f"The row is in {done.bad_rows}: lower optimizer.lr, or look at the rewards and log-probs in it",
+                state_intact=True,
+            )
+        recent, self.recent = self.recent, []
+        since = trained - self.last_step_at
+        values = {
+            **rollout_metrics(recent),
+            **done.metrics,
+            **batch.metrics,
+            "groups/finished": float(len(recent)),
+            "groups/zero_variance": float(sum(not is_informative(g, self.config) for g in recent)),
+            "groups/dropped_stale": float(self.controller.num_stale),
+            "groups/failed": float(self.controller.num_failed),
+            names.TRAINER_RATE: batch.num_tokens / (trained - packed),
+            names.SAMPLER_RATE: sum(num_sampled(e) for g in recent for e in g.episodes) / since,
+            "time/step": since,
+            "time/wait": began - self.last_step_at - sum(self.seconds.values()),
+            "time/pack": packed - began,
+            "time/train": trained - packed,
+            **{f"time/{name}": seconds for name, seconds in self.seconds.items()},
+        }
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
+        self.last_step_at = trained
+        self.reward = values.get(names.REWARD, self.reward)
+        self.trackers.log(step + 1, values)
+        if self.config.log.rollouts:
+            write_rollouts(self.folder / "rollouts", step + 1, groups, self.parts.tokenizer, self.config.log.rollouts)
+        return c.TrainDone()
+
+    def _optimizer_step(self, batch: Batch, step: int) -> Trained:
+        done = train(self.parts.trainer, self.state, batch, step, self.folder)
+        self.state = done.state
+        return done
+
+    async def _publish(self, version: int, in_flight: bool) -> c.Event:
+        began = time.monotonic()
+        try:
+            report = await self.sampler.publish(self.parts.trainer.variables(self.state), version, in_flight)
+        except SamplerError as error:
+            return c.PublishFailed(version, str(error))
+        self.seconds["publish"] += time.monotonic() - began
+        return c.PublishDone(report.version)
+
+    async def _evaluate(self, version: int) -> c.Event:
+        began = time.monotonic()
+        metrics = await evaluate(self.config, self.parts.environment.heldout, self.runner, version)
+        self.heldout = metrics[names.HELDOUT]
+        if version == 0:
+            self.heldout_before = self.heldout
+        self.trackers.log(version, metrics)
+        self.seconds["evaluate"] += time.monotonic() - began
+        return c.EvalDone()
+
+    async def _checkpoint(self, step: int, snapshot: dict[str, Any]) -> c.Event:
+        began = time.monotonic()
+        metric = self.heldout if self.config.eval.every else self.reward
+        host = {
+            "controller": snapshot,
+            "dataset": self.dataset,
+            "heldout_before": self.heldout_before,
+            "heldout": self.heldout,
+            "seconds": time.monotonic() - self.began,
+        }
+        await self.on_trainer(self._save, step, host, metric)
+        self.seconds["checkpoint"] += time.monotonic() - began
+        return c.CheckpointDone()
+
+    def _save(self, step: int, host: dict[str, Any], metric: float | None) -> None:
+        self._finish_save()
+        self.checkpoints.save(step, _saved(self.parts, self.state), host, metric)
+        self.saved_snapshot = host["controller"]
+
+    def _finish_save(self) -> None:
+        """Waits for the save under way; the journal then forgets the groups that it stands for."""
+        self.checkpoints.wait()
+        if self.saved_snapshot is not None:
+            live, next_index = set(self.saved_snapshot["live"]), self.saved_snapshot["next_index"]
+            self.journal.forget(lambda index: index < next_index and index not in live)
+            self.saved_snapshot = None
+
+    def _summary(self, reason: str) -> dict[str, Any]:
+        return {
+            "run": str(self.folder),
+            "ended": reason,
+            "steps": self.controller.step,
+            "heldout_before": self.heldout_before,
+            "heldout_after": self.heldout,
+            "seconds": round(time.monotonic() - self.began, 1),
+        }
+
+
+def _controller_config(config: Config) -> c.ControllerConfig:
+    p, e = config.pipeline, config.eval
+    return c.ControllerConfig(
+        mode=p.mode,
+        steps=p.steps,
+        groups_per_step=p.groups_per_step,
+        max_lag=p.max_lag,
+        window=p.window,
+        checkpoint_every=config.checkpoint.every,
+        eval_every=e.every if e.num_tasks else 0,
+        eval_at_start=e.at_start and e.num_tasks > 0,
+        eval_at_end=e.num_tasks > 0,
+        checkpoint_at_start=config.sft is not None,
+    )

@@ -1,0 +1,112 @@
+"""The supervised warm start: given traces, packed as prefix trees, before the first rollout.
+
+A trace is a line {"prompt": text, "completion": text}, continued as plain text, or {"messages": [...]}, rendered by the
+chat template. The loss sees completions, or the assistant's messages, with the end-of-sequence token.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl.config import ConfigError
+from jaxrl.data import Source, Trajectory
+from jaxrl.losses.advantages import supervised
+from jaxrl.packing import pack
+from jaxrl.pipeline.setup import Parts
+from jaxrl.rollout.loading import read_jsonl
+from jaxrl.rollout.tokenizer import ChatTemplateError, Tokenizer
+from jaxrl.trainer.state import TrainState
+
+log = logging.getLogger(__name__)
+KEY = "sft.data"
+
+
+def warm_start(parts: Parts, state: TrainState, log_step: Callable[[int, Mapping[str, float]], None]) -> TrainState:
+    """The state after `sft.steps` steps on the traces; its optimizer state and step start anew for what follows.
+
+    Raises ConfigError naming the line of a trace that cannot be used, FloatingPointError if the loss is not finite.
+    """
+    config = parts.config
+    traces = read_traces(parts)
+    for step, chosen in zip(range(config.sft.steps), _batches(len(traces), config.sft.batch_size, config.seed), strict=False):
+        rows, _ = pack(supervised([traces[i] for i in chosen]), parts.limits, config.packing.rows)
+        state, metrics = parts.trainer.sft_step(state, rows)
+        if step % max(1, config.sft.steps // 20) == 0 or step == config.sft.steps - 1:
+            values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+            if values["nonfinite"]:
+                raise FloatingPointError(f"the loss of warm-start step {step} is not finite: lower sft.lr or look at {KEY}")
+            log_step(step + 1, values)
+    return parts.trainer.init(parts.trainer.variables(state))
+
+
+def _batches(num_traces: int, size: int, seed: int) -> Iterator[list[int]]:
+    """Every trace once an epoch, in a seeded order; a batch may span two epochs."""
+    rng = np.random.default_rng([seed, 1])
+    waiting: list[int] = []
+    while True:
+        while len(waiting) < size:
+            waiting += rng.permutation(num_traces).tolist()
+        yield waiting[:size]
+        waiting = waiting[size:]
+
+
+def read_traces(parts: Parts) -> list[Trajectory]:
+    """One trajectory per completion or assistant message of the file `sft.data`."""
+    path = Path(parts.config.sft.data)
+    traces = []
+    for number, row in enumerate(read_jsonl(KEY, path), 1):
+        for prompt, completion in _pieces(row, parts.tokenizer, f"{path}, trace {number}"):
+            trace = _trajectory(prompt, completion, parts)
+            if len(trace.ids) > parts.config.packing.row_length:
+                problem = f"{path}, trace {number} has {len(trace.ids)} tokens, a row holds {parts.config.packing.row_length}"
+                raise ConfigError(KEY, f"{problem}: raise packing.row_length or leave it out")
+            traces.append(trace)
+    if not traces:
+        raise ConfigError(KEY, f"{path} holds no traces")
+    return traces
+
+
+def _pieces(row: Mapping[str, Any], tokenizer: Tokenizer, where: str) -> Iterator[tuple[str, str]]:
+    """(what comes before, what is learned), both as text."""
+    if set(row) >= {"prompt", "completion"}:
+        yield row["prompt"], row["completion"]
+        return
+    if "messages" not in row:
+        raise ConfigError(KEY, f"{where} has neither `messages` nor `prompt` and `completion`; it has: {', '.join(row)}")
+    messages = row["messages"]
+    for i, message in enumerate(messages):
+        if message.get("role") != "assistant":
+            continue
+        try:
+            before = tokenizer.render(messages[:i], generate=True)
+            after = tokenizer.render(messages[: i + 1], generate=False)
+        except ChatTemplateError as error:
+            raise ConfigError(KEY, f"{where}: {error}") from error
+        if not after.startswith(before):
+            raise ConfigError(KEY, f"{where}: the chat template does not put message {i} behind its own generation prompt")
+        yield before, after[len(before) :]
+
+
+def _trajectory(prompt: str, completion: str, parts: Parts) -> Trajectory:
+    is_chat = bool(parts.tokenizer.hf.chat_template) and not parts.tokenizer.bos
+    before = [*(() if is_chat else parts.tokenizer.bos), *parts.tokenizer.encode(prompt, start=True)]
+    learned = parts.tokenizer.encode(completion, start=not before)
+    ends = [i for i, token in enumerate(learned) if token in parts.eos_ids]
+    # What a template puts behind the end of a turn is never sampled.
+    learned = learned[: ends[-1] + 1] if ends else [*learned, parts.eos_ids[0]]
+    ids = np.array([*before, *learned], np.int32)
+    given = np.arange(len(ids)) >= len(before)
+    zeros = np.zeros(len(ids), np.float32)
+    return Trajectory(
+        ids=ids,
+        trainable=given & (np.arange(len(ids)) > 0),
+        policy_logp=zeros,
+        behaviour_logp=zeros,
+        version=np.where(given, 0, -1).astype(np.int32),
+        source=np.where(given, Source.FORCED, Source.CONTEXT).astype(np.uint8),
+        turn=np.where(given, 0, -1).astype(np.int32),
+    )

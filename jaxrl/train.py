@@ -1,0 +1,47 @@
+"""Trains a language model by reinforcement learning: python -m jaxrl.train CONFIG [--KEY VALUE ...]
+
+CONFIG is a TOML file; every key of it can be set on the command line by its dotted name. Starting the
+same command again continues the run. The last line of a finished run is JSON.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+
+from jaxrl.config import ConfigError
+from jaxrl.pipeline.command_line import help_text, read_command
+
+
+def main(arguments: Sequence[str]) -> int:
+    """0: finished, or saved and stopped by a signal. 1: the run failed. 2: it cannot start as it is."""
+    if "--help" in arguments or "-h" in arguments:
+        print(help_text())
+        return 0
+    try:
+        config = read_command(arguments)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+    from jaxrl.checkpoint import CheckpointError  # jax and all that follows, only once the config is right
+    from jaxrl.models.architecture import UnsupportedModelError
+    from jaxrl.models.safetensors_files import CheckpointFileError
+    from jaxrl.pipeline.journal import JournalError
+    from jaxrl.pipeline.run import RunError, run
+
+    try:
+        summary = run(config)
+    except (ConfigError, UnsupportedModelError, CheckpointFileError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (RunError, CheckpointError, JournalError, FloatingPointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if summary["ended"] != "finished":
+        print(f"{summary['ended']} after step {summary['steps']}: the same command continues", file=sys.stderr)
+    print(json.dumps(summary), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
