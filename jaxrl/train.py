@@ -28,9 +28,10 @@ def main(arguments: Sequence[str]) -> int:
     from jaxrl.models.safetensors_files import CheckpointFileError
     from jaxrl.pipeline.journal import JournalError
     from jaxrl.pipeline.run import RunError, run
+    from jaxrl.samplers import make_sampler
 
     try:
-        summary = run(config)
+        summary = run(config, make_sampler)
     except (ConfigError, UnsupportedModelError, CheckpointFileError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

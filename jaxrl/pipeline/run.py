@@ -15,16 +15,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jaxrl.checkpoint import CheckpointError, Checkpoints, abstract_state
+from jaxrl.checkpoint import Checkpoints, abstract_state
 from jaxrl.config import Config, ConfigError
 from jaxrl.data import Group
 from jaxrl.metrics import JsonlTracker, Trackers, cut, make_trackers, names
+from jaxrl.packing import PackingError
 from jaxrl.pipeline import controller as c
 from jaxrl.pipeline.batch import Batch, is_informative, make_batch, oldest_version, refused_batch
 from jaxrl.pipeline.data_order import fingerprint
 from jaxrl.pipeline.evaluate import evaluate
 from jaxrl.pipeline.groups import JournalWriter, run_group
-from jaxrl.pipeline.journal import Journal, JournalError, open_journal
+from jaxrl.pipeline.journal import Journal, open_journal
 from jaxrl.pipeline.rollouts import cut_rollouts, num_sampled, rollout_metrics, write_rollouts
 from jaxrl.pipeline.run_folder import open_run
 from jaxrl.pipeline.setup import ENVIRONMENTS, Parts, build, initial_variables
@@ -32,23 +33,38 @@ from jaxrl.pipeline.training import Trained, train
 from jaxrl.pipeline.warm_start import warm_start
 from jaxrl.rollout.episodes import EpisodeRunner, length_limit
 from jaxrl.rollout.protocol import Sampler, SamplerError
-from jaxrl.samplers import make_sampler
 from jaxrl.trainer.state import TrainState
 
 TICK_SECONDS = 1.0
+
+MakeSampler = Callable[..., Sampler]  # (config, architecture, variables, version, tokenizer, eos_ids)
 
 
 class RunError(Exception):
     """The run cannot go on. What was finished is in the run's folder; the same command continues it."""
 
 
-def run(config: Config) -> dict[str, Any]:
-    """Runs, or continues, the run a config describes; returns its summary. Raises ConfigError and errors that name a file
-    or tensor before anything expensive starts, RunError for what goes wrong later."""
-    return asyncio.run(_run(config, time.monotonic()))
+def run(config: Config, make_sampler: MakeSampler) -> dict[str, Any]:
+    """Runs, or continues, the run a config describes; returns its summary. `make_sampler` makes what generates, from the
+    weights to begin with: `jaxrl.samplers.make_sampler`. Raises ConfigError and errors that name a file or tensor before
+    anything expensive starts, RunError for what goes wrong later."""
+    return asyncio.run(_with_signals(config, make_sampler, time.monotonic()))
 
 
-async def _run(config: Config, began: float) -> dict[str, Any]:
+async def _with_signals(config: Config, make_sampler: MakeSampler, began: float) -> dict[str, Any]:
+    loop = asyncio.get_running_loop()
+    events: asyncio.Queue[c.Event | Exception] = asyncio.Queue()
+    signals = (signal.SIGTERM, signal.SIGINT)
+    for number in signals:
+        loop.add_signal_handler(number, events.put_nowait, c.Signal(signal.Signals(number).name))
+    try:
+        return await _run(config, make_sampler, events, began)
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+
+async def _run(config: Config, make_sampler: MakeSampler, events: asyncio.Queue, began: float) -> dict[str, Any]:
     parts = build(config)
     folder = open_run(config)
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep, config.checkpoint.keep_best)
@@ -56,7 +72,7 @@ async def _run(config: Config, began: float) -> dict[str, Any]:
     trainer_thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
     on_trainer = _on(trainer_thread)
     try:
-        state, host = await on_trainer(_restore_or_start, parts, folder, checkpoints)
+        state, host = await on_trainer(_restore_or_start, parts, folder, checkpoints, lambda: not events.empty())
         step = int(state.step)
         state, _ = await on_trainer(parts.trainer.train_step, state, [refused_batch(parts.limits, config.packing.rows)])
         sampler = make_sampler(config, parts.architecture, parts.trainer.variables(state), step, parts.tokenizer, parts.eos_ids)
@@ -75,7 +91,9 @@ async def _run(config: Config, began: float) -> dict[str, Any]:
             cut_rollouts(folder / "rollouts", step)
             trackers = make_trackers(config.log, folder, step, config.pipeline.steps)
             try:
-                shell = _Shell(parts, folder, state, host, sampler, runner, checkpoints, journal, trackers, on_trainer, began)
+                shell = _Shell(
+                    parts, folder, state, host, sampler, runner, checkpoints, journal, trackers, on_trainer, events, began
+                )
                 del state  # every step donates it
                 return await shell.run()
             finally:
@@ -96,7 +114,9 @@ def _on(thread: ThreadPoolExecutor) -> Callable[..., Awaitable[Any]]:
     return call
 
 
-def _restore_or_start(parts: Parts, folder: Path, checkpoints: Checkpoints) -> tuple[TrainState, dict[str, Any] | None]:
+def _restore_or_start(
+    parts: Parts, folder: Path, checkpoints: Checkpoints, is_signalled: Callable[[], bool]
+) -> tuple[TrainState, dict[str, Any] | None]:
     """The train state and what the host knew: of the newest checkpoint, else of step 0."""
     trainer = parts.trainer
     state = trainer.init(initial_variables(parts))
@@ -106,7 +126,7 @@ def _restore_or_start(parts: Parts, folder: Path, checkpoints: Checkpoints) -> t
             cut(folder / "sft.jsonl", 0)
             tracker = JsonlTracker(folder / "sft.jsonl")
             try:
-                state = warm_start(parts, state, _warm_start_log(tracker, parts.config.sft.steps))
+                state = warm_start(parts, state, _warm_start_log(tracker, parts.config.sft.steps, is_signalled))
             finally:
                 tracker.close()
         return state, None
@@ -121,8 +141,10 @@ def _restore_or_start(parts: Parts, folder: Path, checkpoints: Checkpoints) -> t
     return (replace(restored, frozen=frozen) if _base_is_elsewhere(parts) else restored), host
 
 
-def _warm_start_log(tracker: JsonlTracker, total: int) -> Callable:
+def _warm_start_log(tracker: JsonlTracker, total: int, is_signalled: Callable[[], bool]) -> Callable:
     def log(step: int, metrics: dict[str, float]) -> None:
+        if is_signalled():
+            raise RunError(f"stopped by a signal at warm-start step {step}: the same command starts again")
         tracker.log(step, metrics)
         print(f"warm start {step}/{total} · loss {metrics['loss']:.4f}", flush=True)
 
@@ -153,13 +175,14 @@ class _Shell:
         journal: Journal,
         trackers: Trackers,
         on_trainer: Callable[..., Awaitable[Any]],
+        events: asyncio.Queue[c.Event | Exception],
         began: float,
     ):
         config = parts.config
         self.parts, self.config, self.folder = parts, config, folder
         self.state = state
         self.sampler, self.runner, self.checkpoints, self.journal = sampler, runner, checkpoints, journal
-        self.trackers, self.on_trainer = trackers, on_trainer
+        self.trackers, self.on_trainer, self.events = trackers, on_trainer, events
         host = host or {"controller": None, "heldout_before": None, "heldout": None, "seconds": 0.0, "dataset": None}
         self.dataset = host["dataset"] or fingerprint(parts.environment.train)
         self.heldout_before, self.heldout = host["heldout_before"], host["heldout"]
@@ -173,28 +196,24 @@ class _Shell:
         self.finished: dict[int, Group] = {}  # waiting to be trained on, or being trained on
         self.recent: list[Group] = []  # finished since the last step
         self.saved_snapshot: dict[str, Any] | None = None  # of the save under way
-        self.events: asyncio.Queue[c.Event] = asyncio.Queue()
         self.tasks: dict[asyncio.Task, int | None] = {}  # with the group it runs
+        self.counted = self.controller  # at the step before: its counters run through the whole run
         self.last_step_at = time.monotonic()
         self.seconds = {"publish": 0.0, "checkpoint": 0.0, "evaluate": 0.0}
 
     async def run(self) -> dict[str, Any]:
-        loop = asyncio.get_running_loop()
-        signals = (signal.SIGTERM, signal.SIGINT)
-        for number in signals:
-            loop.add_signal_handler(number, self.events.put_nowait, c.Signal(signal.Signals(number).name))
         try:
             return await self._loop()
         finally:
-            for number in signals:
-                loop.remove_signal_handler(number)
             for task in self.tasks:
                 task.cancel()
             await asyncio.gather(*self.tasks, return_exceptions=True)
 
     async def _loop(self) -> dict[str, Any]:
-        event: c.Event = c.Tick()
+        event: c.Event | Exception = c.Tick()
         while True:
+            if isinstance(event, Exception):
+                raise event
             self.controller, actions = c.step(self.controller, event, time.monotonic())
             for action in actions:
                 if isinstance(action, c.Stop):
@@ -233,7 +252,8 @@ class _Shell:
         task.add_done_callback(self._done)
 
     def _done(self, task: asyncio.Task) -> None:
-        """A task's result is the event it ends with; its exception ends the run."""
+        """A task's result is the event it ends with. A sampler that fails leaves weights to save; any other exception
+        ends the run as it is."""
         del self.tasks[task]
         if task.cancelled():
             return
@@ -243,9 +263,8 @@ class _Shell:
             return
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
-        if not isinstance(error, SamplerError | JournalError | ConfigError | CheckpointError):
-            raise error
-        self.events.put_nowait(c.Broken(f"{type(error).__name__}: {error}"))
+        is_outside = isinstance(error, SamplerError | ConfigError)
+        self.events.put_nowait(c.Broken(f"{type(error).__name__}: {error}") if is_outside else error)
 
     async def _run_group(self, index: int) -> c.Event:
         recorded = self.recorded.pop(index, ())
@@ -262,7 +281,10 @@ class _Shell:
     async def _train(self, step: int, indices: tuple[int, ...]) -> c.Event:
         groups = [self.finished.pop(index) for index in indices]
         began = time.monotonic()
-        batch = await asyncio.to_thread(make_batch, groups, self.config, self.parts.limits, step)
+        try:
+            batch = await asyncio.to_thread(make_batch, groups, self.config, self.parts.limits, step)
+        except PackingError as error:
+            return c.TrainFailed(f"PackingError: {error}", state_intact=True)
         packed = time.monotonic()
         done = await self.on_trainer(self._optimizer_step, batch, step + 1)
         trained = time.monotonic()
@@ -273,6 +295,7 @@ class _Shell:
                 state_intact=True,
             )
         recent, self.recent = self.recent, []
+        before, self.counted = self.counted, self.controller
         since = trained - self.last_step_at
         values = {
             **rollout_metrics(recent),
@@ -280,8 +303,8 @@ class _Shell:
             **batch.metrics,
             "groups/finished": float(len(recent)),
             "groups/zero_variance": float(sum(not is_informative(g, self.config) for g in recent)),
-            "groups/dropped_stale": float(self.controller.num_stale),
-            "groups/failed": float(self.controller.num_failed),
+            "groups/dropped_stale": float(self.counted.num_stale - before.num_stale),
+            "groups/failed": float(self.counted.num_failed - before.num_failed),
             names.TRAINER_RATE: batch.num_tokens / (trained - packed),
             names.SAMPLER_RATE: sum(num_sampled(e) for g in recent for e in g.episodes) / since,
             "time/step": since,
@@ -324,7 +347,11 @@ class _Shell:
 
     async def _checkpoint(self, step: int, snapshot: dict[str, Any]) -> c.Event:
         began = time.monotonic()
-        metric = self.heldout if self.config.eval.every else self.reward
+        metric = self.reward
+        if self.config.eval.every and self.config.eval.num_tasks:
+            metric = (
+                self.heldout if self.controller.evaluated == step else None
+            )  # what was measured on other weights is not theirs
         host = {
             "controller": snapshot,
             "dataset": self.dataset,

@@ -5,7 +5,7 @@ chat template. The loss sees completions, or the assistant's messages, with the 
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,9 @@ def read_traces(parts: Parts) -> list[Trajectory]:
     path = Path(parts.config.sft.data)
     traces = []
     for number, row in enumerate(read_jsonl(KEY, path), 1):
+        bos = () if "messages" in row else parts.tokenizer.bos  # a chat template has its own
         for prompt, completion in _pieces(row, parts.tokenizer, f"{path}, trace {number}"):
-            trace = _trajectory(prompt, completion, parts)
+            trace = _trajectory(prompt, completion, bos, parts)
             if len(trace.ids) > parts.config.packing.row_length:
                 problem = f"{path}, trace {number} has {len(trace.ids)} tokens, a row holds {parts.config.packing.row_length}"
                 raise ConfigError(KEY, f"{problem}: raise packing.row_length or leave it out")
@@ -72,7 +73,7 @@ def read_traces(parts: Parts) -> list[Trajectory]:
 
 def _pieces(row: Mapping[str, Any], tokenizer: Tokenizer, where: str) -> Iterator[tuple[str, str]]:
     """(what comes before, what is learned), both as text."""
-    if set(row) >= {"prompt", "completion"}:
+    if "messages" not in row and set(row) >= {"prompt", "completion"}:
         yield row["prompt"], row["completion"]
         return
     if "messages" not in row:
@@ -91,9 +92,8 @@ def _pieces(row: Mapping[str, Any], tokenizer: Tokenizer, where: str) -> Iterato
         yield before, after[len(before) :]
 
 
-def _trajectory(prompt: str, completion: str, parts: Parts) -> Trajectory:
-    is_chat = bool(parts.tokenizer.hf.chat_template) and not parts.tokenizer.bos
-    before = [*(() if is_chat else parts.tokenizer.bos), *parts.tokenizer.encode(prompt, start=True)]
+def _trajectory(prompt: str, completion: str, bos: Sequence[int], parts: Parts) -> Trajectory:
+    before = [*bos, *parts.tokenizer.encode(prompt, start=True)]
     learned = parts.tokenizer.encode(completion, start=not before)
     ends = [i for i, token in enumerate(learned) if token in parts.eos_ids]
     # What a template puts behind the end of a turn is never sampled.
