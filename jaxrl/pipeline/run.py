@@ -27,7 +27,7 @@ from jaxrl.pipeline.evaluate import evaluate
 from jaxrl.pipeline.groups import JournalWriter, run_group
 from jaxrl.pipeline.journal import Journal, open_journal
 from jaxrl.pipeline.rollouts import cut_rollouts, num_sampled, rollout_metrics, write_rollouts
-from jaxrl.pipeline.run_folder import open_run
+from jaxrl.pipeline.run_folder import lock, open_run
 from jaxrl.pipeline.setup import ENVIRONMENTS, Parts, build, initial_variables
 from jaxrl.pipeline.training import Trained, train
 from jaxrl.pipeline.warm_start import warm_start
@@ -67,6 +67,12 @@ async def _with_signals(config: Config, make_sampler: MakeSampler, began: float)
 async def _run(config: Config, make_sampler: MakeSampler, events: asyncio.Queue, began: float) -> dict[str, Any]:
     parts = build(config)
     folder = open_run(config)
+    with lock(folder):
+        return await _run_in(folder, parts, make_sampler, events, began)
+
+
+async def _run_in(folder: Path, parts: Parts, make_sampler: MakeSampler, events: asyncio.Queue, began: float) -> dict[str, Any]:
+    config = parts.config
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep, config.checkpoint.keep_best)
     journal = open_journal(folder / "journal")
     trainer_thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")

@@ -1,14 +1,16 @@
 """The folder of a run: its resolved config, and whether a second start may continue it."""
 
+import fcntl
 import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from jaxrl.config import Config, ConfigError, parse
 
+JOURNAL_HEADER = 16  # bytes of a journal's segment without a record
 # What may change between a run and its continuation: how far it goes, where it runs, what it shows.
 MAY_CHANGE = ("name", "out", "pipeline.steps", "mesh", "log")
 
@@ -18,13 +20,31 @@ def open_run(config: Config) -> Path:
     ConfigError naming the first key that differs."""
     folder = Path(config.out) / config.name
     file = folder / "config.toml"
-    if file.exists():
+    if file.exists() and _has_begun(folder):
         _check_same(parse(tomllib.loads(file.read_text())), config, folder)
     folder.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".part")
     part.write_text(to_toml(config.model_dump(exclude_none=True)))
     part.replace(file)
     return folder
+
+
+def _has_begun(folder: Path) -> bool:
+    """Whether an earlier start left anything to continue; one that was refused may come back with another config."""
+    metrics = folder / "metrics.jsonl"
+    episodes = [file for file in (folder / "journal").glob("*") if file.stat().st_size > JOURNAL_HEADER]
+    return bool(episodes) or any((folder / "checkpoints").glob("[0-9]*")) or (metrics.exists() and metrics.stat().st_size > 0)
+
+
+def lock(folder: Path) -> IO:
+    """Held until it is closed or the process dies. Raises ConfigError if another process runs in the folder."""
+    file = open(folder / "lock", "w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ConfigError("name", f"another process runs in {folder}: stop it first, or choose another name") from None
+    return file
 
 
 def _check_same(before: Config, now: Config, folder: Path) -> None:

@@ -45,6 +45,8 @@ def train(trainer: Trainer, state: TrainState, batch: Batch, step: int, folder: 
     if raw["nonfinite"]:
         return Trained(state, {}, dump_rows(folder, step, batch.rows, raw))
     metrics = {name: float(raw[key]) for key, name in NAMES.items() if key in raw}
+    if not raw["terms"]:  # nothing to learn from: means over no terms would read as numbers
+        return Trained(state, {name: value for name, value in metrics.items() if not name.startswith("policy/")})
     if "parity/logp_mean_abs" in raw:
         is_current = batch.metrics["lag/max"] == 0
         mean, most = (names.PARITY, "parity/logp_max") if is_current else ("policy/drift_mean_abs", "policy/drift_max_abs")

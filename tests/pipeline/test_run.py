@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -11,6 +12,8 @@ import jax
 import numpy as np
 import pytest
 import zstandard
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from jaxrl.checkpoint import Checkpoints, abstract_state
 from jaxrl.config import Config, ConfigError, parse
@@ -20,8 +23,19 @@ from jaxrl.pipeline.setup import build, initial_variables
 from jaxrl.rollout import workers
 from jaxrl.samplers import make_sampler
 
-ROOT = Path(__file__).parents[2]
 TASKS = Path(__file__).parent / "tiny_tasks.py"
+
+
+def make_tokenizer(folder: Path) -> Path:
+    """One token a character."""
+    vocab = {text: i for i, text in enumerate(["<pad>", "<eos>", *"0123456789+=-"])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(["<pad>", "<eos>"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
+    fast.save_pretrained(str(folder))
+    return folder
 
 
 def make_config(out: Path, task: str, **tables) -> Config:
@@ -29,7 +43,7 @@ def make_config(out: Path, task: str, **tables) -> Config:
         "out": str(out),
         "seed": 5,
         "model": {
-            "tokenizer": str(ROOT / "configs" / "quickstart"),
+            "tokenizer": str(make_tokenizer(out / "tokenizer")),
             "remat": "none",
             "architecture": {
                 "model_type": "llama",
@@ -133,10 +147,12 @@ def test_sigterm_saves_and_the_same_command_ends_as_if_nothing_had_happened(stra
     assert_same_weights(weights_of(config), weights_of(straight))
 
 
-def test_a_finished_run_says_so_again_and_a_longer_one_goes_on(straight):
-    summary = run(straight, make_sampler)
+def test_a_finished_run_says_so_again_and_a_longer_one_goes_on(straight, tmp_path):
+    shutil.copytree(Path(straight.out) / straight.name, tmp_path / straight.name)
+    config = straight.model_copy(update={"out": str(tmp_path)})
+    summary = run(config, make_sampler)
     assert summary["ended"] == "finished" and summary["steps"] == 5 and summary["heldout_before"] is not None
-    longer = straight.model_copy(update={"pipeline": straight.pipeline.model_copy(update={"steps": 6})})
+    longer = config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"steps": 6})})
     assert run(longer, make_sampler)["steps"] == 6
     assert [line["step"] for line in metrics_of(longer)] == [1, 2, 3, 4, 5, 6]
 

@@ -69,6 +69,9 @@ def test_a_folder_continues_the_same_run_only(tmp_path):
     tables = tomllib.loads(TOML) | {"out": str(tmp_path)}
     folder = open_run(parse(tables))
     assert folder == tmp_path / "run" and (folder / "config.toml").exists()
+    open_run(parse(tables | {"optimizer": {"lr": 0.5}}))  # nothing has happened yet: a first mistake can be mended
+    open_run(parse(tables))
+    (folder / "checkpoints" / "3").mkdir(parents=True)
     open_run(parse(tables | {"pipeline": {"steps": 3}, "log": {"live": False}, "mesh": {"fsdp": 2}}))
     with pytest.raises(ConfigError, match=r"`optimizer.lr`: is 0.5, but .*1e-05"):
         open_run(parse(tables | {"optimizer": {"lr": 0.5}}))
