@@ -41,9 +41,9 @@ class Trackers:
 
 
 def make_trackers(log: LogConfig, run_dir: str | Path, start_step: int, total_steps: int) -> Trackers:
-    """The trackers of a run that has done `start_step` of `total_steps` steps (0: a new run).
+    """The trackers of a run that goes on from the checkpoint of `start_step`, or begins (-1).
 
-    Metrics of later steps, left by a run that was killed, are cut. What a person watches is the live
+    Metrics of later steps, left by a process that was killed, are cut. What a person watches is the live
     view on a terminal, and one line per step anywhere else.
     """
     run_dir = Path(run_dir)

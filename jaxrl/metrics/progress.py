@@ -13,7 +13,7 @@ class Progress:
     """Follows the calls of a tracker's `log`. A step is done when its training reward is logged."""
 
     def __init__(self, start_step: int, total_steps: int, clock: Callable[[], float] = time.monotonic):
-        self.step = start_step
+        self.step = max(start_step, 0)
         self.total_steps = total_steps
         self.clock = clock
         self.started = clock()

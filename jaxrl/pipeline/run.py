@@ -95,7 +95,7 @@ async def _run_in(folder: Path, parts: Parts, make_sampler: MakeSampler, events:
         try:
             await runner.start()
             cut_rollouts(folder / "rollouts", step)
-            trackers = make_trackers(config.log, folder, step, config.pipeline.steps)
+            trackers = make_trackers(config.log, folder, -1 if host is None else step, config.pipeline.steps)
             try:
                 shell = _Shell(
                     parts, folder, state, host, sampler, runner, checkpoints, journal, trackers, on_trainer, events, began

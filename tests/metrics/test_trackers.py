@@ -82,7 +82,7 @@ def _masked_crc32c(data):
 
 
 def test_a_resumed_run_reads_like_one_that_was_not_killed(tmp_path, capsys):
-    trackers = make_trackers(LogConfig(), tmp_path / "run", 0, 6)
+    trackers = make_trackers(LogConfig(), tmp_path / "run", -1, 6)
     for step in range(1, 5):
         trackers.log(step, {names.REWARD: step / 8})
     trackers = make_trackers(LogConfig(), tmp_path / "run", 2, 6)  # the checkpoint is older than the log
@@ -95,8 +95,18 @@ def test_a_resumed_run_reads_like_one_that_was_not_killed(tmp_path, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 8  # no terminal: plain lines
 
 
+def test_a_run_killed_before_its_first_checkpoint_begins_anew(tmp_path):
+    for _ in range(2):
+        trackers = make_trackers(LogConfig(), tmp_path, -1, 6)
+        trackers.log(0, {names.HELDOUT: 0.5})
+        trackers.log(1, {names.REWARD: 0.25})
+        trackers.close()
+    assert [line["step"] for line in jsonl.read(tmp_path / "metrics.jsonl")] == [0, 1]
+    assert [step for step, _, _ in scalars(tmp_path / "tensorboard")] == [0, 1]
+
+
 def test_without_tensorboard_there_is_no_folder(tmp_path):
-    make_trackers(LogConfig(tensorboard=False), tmp_path, 0, 1).close()
+    make_trackers(LogConfig(tensorboard=False), tmp_path, -1, 1).close()
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
