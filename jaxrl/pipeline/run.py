@@ -36,6 +36,7 @@ from jaxrl.rollout.protocol import Sampler, SamplerError
 from jaxrl.trainer.state import TrainState
 
 TICK_SECONDS = 1.0
+PUBLISH_SECONDS = 600.0  # the largest weights over a slow link take minutes
 
 MakeSampler = Callable[..., Sampler]  # (config, architecture, variables, version, tokenizer, eos_ids)
 
@@ -406,4 +407,6 @@ def _controller_config(config: Config) -> c.ControllerConfig:
         eval_at_start=e.at_start and e.num_tasks > 0,
         eval_at_end=e.num_tasks > 0,
         checkpoint_at_start=config.sft is not None,
+        # A publish may wait for the generations of running episodes to end.
+        publish_timeout=PUBLISH_SECONDS + config.env.timeout_seconds,
     )

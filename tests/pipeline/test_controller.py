@@ -3,7 +3,6 @@
 import random
 from dataclasses import dataclass, field, replace
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -173,9 +172,8 @@ def test_evaluations_and_checkpoints_come_when_they_are_due(config, seed):
     assert [step for step, _ in world.snapshots] == sorted(saved)
 
 
-@pytest.mark.parametrize("mode", ["async", "inflight"])
-def test_100_000_ticks_with_90_percent_dropped_never_stall(mode):
-    config = make_config(mode=mode, steps=10**9, groups_per_step=8, max_lag=2, window=4, checkpoint_every=50)
+def test_100_000_ticks_with_90_percent_dropped_never_stall():
+    config = make_config(mode="inflight", steps=10**9, groups_per_step=8, max_lag=2, window=4, checkpoint_every=50)
     world = World(config, random.Random(0), barren=0.9)
     steps = []
     for tick in range(100_000):

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from jaxrl.checkpoint import Checkpoints, abstract_state
 from jaxrl.config import Config, ConfigError, parse
 from jaxrl.metrics import jsonl
+from jaxrl.models.hf import save_checkpoint
 from jaxrl.pipeline.run import RunError, run
 from jaxrl.pipeline.setup import build, initial_variables
 from jaxrl.rollout import workers
@@ -203,6 +204,23 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_its_row_and_its_weights(tm
     first = jax.tree.leaves(initial_variables(parts))
     saved = weights_of(config, step=0)
     assert all(any(np.array_equal(x, y) for y in saved.values()) for x in first)
+
+
+def test_adapters_on_a_checkpoint_resume_without_saving_the_base(tmp_path):
+    parts = build(make_config(tmp_path, "sevens"))
+    save_checkpoint(
+        tmp_path / "base", initial_variables(parts)["params"], parts.architecture, "float32", parts.tokenizer.folder
+    )
+    model = {"checkpoint": str(tmp_path / "base"), "lora": {"rank": 2}, "architecture": None, "tokenizer": None}
+    config = make_config(tmp_path, "sevens", model=model, pipeline={"steps": 2})
+    run(config, make_sampler)
+    run(config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"steps": 3})}), make_sampler)
+    straight = config.model_copy(update={"name": "straight", "pipeline": config.pipeline.model_copy(update={"steps": 3})})
+    run(straight, make_sampler)
+    assert exact(metrics_of(config)) == exact(metrics_of(straight))
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", 1, False, read_only=True)
+    assert "frozen" not in checkpoints.fields(3)
+    checkpoints.close()
 
 
 def test_bad_combinations_are_told_before_anything_starts(tmp_path):
