@@ -21,11 +21,11 @@ def test_the_last_line_of_a_finished_run_is_json(tmp_path, capsys):
     sft = tmp_path / "traces.jsonl"
     sft.write_text('{"prompt": "1=", "completion": "777"}\n{"prompt": "2=", "completion": "77"}\n')
     words = ["--pipeline.steps", "2", "--sft.data", str(sft), "--sft.steps", "12", "--sft.batch_size", "4", "--sft.lr", "0.03"]
-    assert main(command(tmp_path, "sevens", *words, "--eval.num_tasks", "4", "--model.lora.rank", "4")) == 0
+    assert main(command(tmp_path, "sevens", *words, "--eval.num_tasks", "4")) == 0
     out = capsys.readouterr().out.splitlines()
     summary = json.loads(out[-1])
     assert summary["steps"] == 2 and summary["heldout_after"] is not None and summary["seconds"] > 0
-    assert summary["heldout_before"] > 0.3  # the traces were learned, by the adapters
+    assert summary["heldout_before"] > 0.3  # the traces were learned
     assert any("warm start 12/12" in line for line in out) and any("step 2/2" in line for line in out)
 
 
