@@ -22,6 +22,7 @@ from killing import (
     start,
     timeless,
     trained_episodes,
+    wait_for,
 )
 
 from jaxrl.rollout.tokenizer import load_tokenizer
@@ -32,8 +33,9 @@ def check_sync(folder: Path, num_kills: int, steps: int, rng: np.random.Generato
     parameters, optimizer state, metrics and rollouts are equal bit for bit."""
     options = ("--pipeline.steps", str(steps))
     whole, killed = make_run(folder / "whole"), make_run(folder / "killed")
-    finish(whole, *options)
+    undisturbed = start(whole, *options)
     kills = kill_often(killed, num_kills, rng, *options)
+    wait_for(undisturbed, whole)
     finish(killed, *options)
     assert_same_run(killed, whole)
     return {
@@ -81,7 +83,7 @@ def run_to_the_end(folder: Path, *options: str, devices: int) -> dict[str, Any]:
     before = saved_steps(folder)[-1]
     finish(folder, *options, devices=devices)
     lines = metrics(folder)
-    parity = max(line["parity/logp_mean_abs"] for line in lines if line["step"] > before)
+    parity = max(line["parity/logp_mean_abs"] for line in lines if line["step"] > before and "parity/logp_mean_abs" in line)
     assert parity < 1e-5
     return {"from_step": before, "to_step": lines[-1]["step"], "devices": devices, "options": options, "parity_after": parity}
 

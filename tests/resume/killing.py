@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,6 +62,7 @@ eos_token_id = 1
 [env]
 name = "{out}/task.py:rollout"
 data = "{out}/tasks.jsonl"
+heldout = "{out}/heldout.jsonl"
 
 [sampling]
 max_tokens = 8
@@ -86,6 +88,10 @@ lr = 2e-3
 every = 3
 keep = 2
 
+[eval]
+every = 4
+num_tasks = 4
+
 [log]
 rollouts = 100
 """
@@ -97,7 +103,8 @@ def make_run(folder: Path, delay: float = 0.0) -> Path:
     folder.mkdir(parents=True)
     rng = np.random.default_rng(0)
     rows = [{"a": int(a), "b": int(b), "delay": delay} for a, b in rng.integers(0, 100, (4096, 2))]
-    (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, part in (("heldout", rows[:4]), ("tasks", rows[4:])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     (folder / "task.py").write_text(TASK)
     (folder / "config.toml").write_text(CONFIG.format(out=folder))
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", *"0123456789+=ab"])}
@@ -125,8 +132,11 @@ def start(folder: Path, *options: str, devices: int = 1) -> subprocess.Popen:
         return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
 
 
-def finish(folder: Path, *options: str, devices: int = 1, timeout: float = 300) -> None:
-    process = start(folder, *options, devices=devices)
+def finish(folder: Path, *options: str, devices: int = 1) -> None:
+    wait_for(start(folder, *options, devices=devices), folder)
+
+
+def wait_for(process: subprocess.Popen, folder: Path, timeout: float = 300) -> None:
     try:
         code = process.wait(timeout)
     finally:
@@ -206,7 +216,9 @@ def workers_of(parent: int) -> list[int]:
 
 def final_arrays(folder: Path) -> dict[str, bytes]:
     """Path -> dtype, shape and bytes of every array of the newest checkpoint."""
-    state = ocp.PyTreeCheckpointer().restore(folder / "run" / "checkpoints" / str(saved_steps(folder)[-1]) / "state")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it restores onto the devices it was saved on, and warns that others may lack them
+        state = ocp.PyTreeCheckpointer().restore(folder / "run" / "checkpoints" / str(saved_steps(folder)[-1]) / "state")
     leaves, _ = jax.tree_util.tree_flatten_with_path(state)
     arrays = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
     return {path: f"{x.dtype}{x.shape}".encode() + x.tobytes() for path, x in arrays.items()}
@@ -227,11 +239,10 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 def timeless(lines: list[dict]) -> list[dict]:
-    """Metrics of optimizer steps without those that tell how long something took."""
+    """Metrics without those that tell how long something took."""
     return [
         {k: v for k, v in line.items() if k != "time" and not k.startswith("time/") and not k.endswith("_per_second")}
         for line in lines
-        if line["step"] > 0
     ]
 
 
