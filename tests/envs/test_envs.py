@@ -59,13 +59,17 @@ def test_the_seed_decides_the_rows():
 def test_the_quickstart_traces_are_right_and_keep_clear_of_the_heldout_sums():
     heldout = {f"{row['a']}+{row['b']}=" for row in make_environment(EnvConfig(name="sums"), seed=0).heldout}
     traces = [json.loads(line) for line in Path("configs/quickstart/traces.jsonl").read_text().splitlines()]
-    assert len(traces) == 2000
+    assert len(traces) == 4000
+    at_once = [trace for trace in traces if not trace["completion"].startswith("=")]
+    assert 0.6 < len(at_once) / len(traces) < 0.7
     for trace in traces:
-        a, b = trace["prompt"].rstrip("=").split("+")
-        worked, answer = trace["completion"].split(";")
-        assert int(answer) == int(a) + int(b)
-        assert worked[::-1] == answer
         assert trace["prompt"] not in heldout
+        a, b = map(int, trace["prompt"].rstrip("=").split("+"))
+        if trace["completion"].startswith("="):
+            *_, answer = trace["completion"].split(";")
+            assert int(answer) == a + b
+        else:
+            assert all((int(a) // 10**i + int(b) // 10**i - int(trace["completion"]) // 10**i) % 10 == 0 for i in range(3))
 
 
 @pytest.mark.parametrize("path", sorted(Path("configs").glob("*.toml")), ids=lambda path: path.stem)
