@@ -1,8 +1,9 @@
 """`python -m jaxrl.bench generate --checkpoint DIR [--peer-python PATH]`: tokens per second of the embedded sampler.
 
 With --peer-python, an interpreter that has torch and transformers, every round runs transformers' `generate` too: the
-same random prompts, the same number of new tokens, both warmed up, one side at a time, alternating, so that what else
-the machine does hits both. One JSON line per side and round, then one with the ratio of each round. Sampling is at
+same prompts, the same number of new tokens, both warmed up, one side at a time, alternating, so that what else
+the machine does hits both. The workload is a training step's: --batch sequences, --samples-per-prompt of each random
+prompt (1: all prompts differ, and the sampler has nothing to share). One JSON line per side and round, then one with the ratio of each round. Sampling is at
 --temperature without truncation (0: greedy), with stop tokens off; the embedded sampler also returns each token's
 log-probs, the peer does not. Times include prefill and everything on the host.
 """
@@ -63,8 +64,9 @@ def main(argv: list[str]) -> None:
     sampler = EmbeddedSampler(architecture, weights, 0, limits)
     del weights
     rng = np.random.default_rng(0)
-    shape = (options.rounds + 1, options.batch, options.prompt_tokens)
+    shape = (options.rounds + 1, options.batch // options.samples_per_prompt, options.prompt_tokens)
     prompts = rng.integers(0, architecture.vocab_size, shape)  # round 0 warms up
+    prompts = np.repeat(prompts, options.samples_per_prompt, axis=1)
     peer = _start_peer(options) if options.peer_python else None
     rounds = asyncio.run(_measure(sampler, prompts, options, peer))
     _report(rounds, options)
@@ -75,13 +77,17 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--checkpoint", required=True, help="folder of a Hugging Face checkpoint")
     parser.add_argument("--peer-python", help="a Python interpreter with torch and transformers")
     parser.add_argument("--batch", type=int, default=64, help="sequences generated at once")
-    parser.add_argument("--prompt-tokens", type=int, default=32)
-    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--samples-per-prompt", type=int, default=8, help="a divisor of the batch; 1: all prompts differ")
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=1.0, help="0: greedy")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of both sides")
     parser.add_argument("--prefill-chunk", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.batch % options.samples_per_prompt:
+        parser.error(f"--samples-per-prompt {options.samples_per_prompt} does not divide --batch {options.batch}")
+    return options
 
 
 async def _measure(sampler: EmbeddedSampler, prompts, options, peer) -> list[dict[str, float]]:
@@ -129,6 +135,7 @@ def _report(rounds: list[dict[str, float]], options) -> None:
         "bench": "generate",
         "device": jax.devices()[0].device_kind,
         "batch": options.batch,
+        "samples_per_prompt": options.samples_per_prompt,
         "prompt_tokens": options.prompt_tokens,
         "new_tokens": options.new_tokens,
         "temperature": options.temperature,
