@@ -22,8 +22,8 @@ from orbax.checkpoint import checkpoint_managers
 _STATE, _HOST = "state", "host"
 _METRIC = "reward"
 
-# Orbax tells of every save and restore through this logger; what matters of it is raised.
-logging.getLogger("absl").setLevel(logging.ERROR)
+# Orbax tells of every save and restore through this logger, and what fails in a thread of its own; that is raised here.
+logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 
 class CheckpointError(Exception):
@@ -82,7 +82,7 @@ class Checkpoints:
         try:
             self._manager.wait_until_finished()
         except Exception as error:  # whatever the writing thread died of
-            raise self._error("cannot save in", error) from error
+            raise self._error("cannot save (free space, or fix the permissions) in", error) from error
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, in order: what a process that starts now would find."""

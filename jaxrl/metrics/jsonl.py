@@ -22,8 +22,11 @@ class JsonlTracker:
         line = {"step": int(step), "time": round(time.time(), 3)} | {
             n: v if math.isfinite(v) else None for n, v in values.items()
         }
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(line, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self._file.name) from error  # a full disk does not say which file
 
     def close(self) -> None:
         self._file.close()

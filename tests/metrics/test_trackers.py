@@ -25,6 +25,12 @@ def test_a_line_is_on_disk_when_log_returns(tmp_path):
     assert line == {"step": 1, "loss": 0.5, "bad": None, "worse": None}
 
 
+def test_a_full_disk_is_an_error_that_names_the_file():
+    tracker = jsonl.JsonlTracker("/dev/full")
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        tracker.log(1, {"loss": 0.5})
+
+
 def test_cut_drops_later_steps_and_a_torn_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     cut(path, 3)  # not there: nothing to do
