@@ -22,14 +22,14 @@ def main() -> None:
     sync_kills, async_kills = map(int, sys.argv[1:] or (30, 10))
     began = time.monotonic()
     base = Path(tempfile.mkdtemp(prefix="resume-"))
-    say("sync", **check_sync(base / "sync", sync_kills, steps=60, rng=np.random.default_rng(0)))
-    elsewhere = ("--pipeline.steps", "66", "--mesh.fsdp", "2", "--mesh.tensor", "2")
+    say("sync", **check_sync(base / "sync", sync_kills, steps=120, rng=np.random.default_rng(0)))
+    elsewhere = ("--pipeline.steps", "126", "--mesh.fsdp", "2", "--mesh.tensor", "2")
     say("another mesh", **run_to_the_end(base / "sync" / "killed", *elsewhere, devices=4))
     say("SIGTERM", **stop_by_signal(base / "stopped", steps=60, rng=np.random.default_rng(1)))
     for mode, *options in (("async",), ("inflight",), ("async", "--optimizer.lr", "0")):
         folder = base / "-".join((mode, *options))
-        figures = check_async(folder, async_kills, mode, 40, np.random.default_rng(2), *options)
-        figures |= compare_lengths(folder, mode, 40, *options)
+        figures = check_async(folder, async_kills, mode, 60, np.random.default_rng(2), *options)
+        figures |= compare_lengths(folder, mode, 60, *options)
         if options:  # all versions sample alike, so what starts again has to come out as it would have
             assert figures["token_equal"] == figures["episodes_in_both"]
         say(" ".join((mode, *options)), **figures)
