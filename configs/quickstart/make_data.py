@@ -1,7 +1,7 @@
 """Writes the quickstart's tokenizer and traces beside this file.
 
 The traces are those of a pupil who mostly answers at once, and then forgets to carry, and sometimes works the sum out:
-"934+128=" continues as "952" two times out of three, and otherwise as "=48012,32106,91010;1062": from the right, every
+"934+128=" continues as "952" seven times out of ten, and otherwise as "=48012,32106,91010;1062": from the right, every
 column's two digits, the carry and the sum, then the answer.
 """
 
@@ -15,8 +15,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from jaxrl.envs.arithmetic import draw_sums, heldout_sums
 
 FOLDER = Path(__file__).parent
-NUM_TRACES = 4000
-SHARE_AT_ONCE = 0.65
+NUM_TRACES = 5000
+SHARE_AT_ONCE = 0.7
 CHARACTERS = "0123456789+=,;"
 
 

@@ -59,9 +59,9 @@ def test_the_seed_decides_the_rows():
 def test_the_quickstart_traces_are_right_and_keep_clear_of_the_heldout_sums():
     heldout = {f"{row['a']}+{row['b']}=" for row in make_environment(EnvConfig(name="sums"), seed=0).heldout}
     traces = [json.loads(line) for line in Path("configs/quickstart/traces.jsonl").read_text().splitlines()]
-    assert len(traces) == 4000
+    assert len(traces) == 5000
     at_once = [trace for trace in traces if not trace["completion"].startswith("=")]
-    assert 0.6 < len(at_once) / len(traces) < 0.7
+    assert 0.65 < len(at_once) / len(traces) < 0.75
     for trace in traces:
         assert trace["prompt"] not in heldout
         a, b = map(int, trace["prompt"].rstrip("=").split("+"))
