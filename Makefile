@@ -20,7 +20,7 @@ lint: install
 # Long proofs: tests/proofs/proof_NAME.py; the last log of each is committed under docs/proofs/.
 verify-%: install
 	@mkdir -p docs/proofs
-	$(PYTHON) tests/proofs/proof_$*.py 2>&1 | tee docs/proofs/$*.log
+	bash -o pipefail -c '$(PYTHON) tests/proofs/proof_$*.py 2>&1 | tee docs/proofs/$*.log'
 
 # Pins every dependency of every extra to the newest version that pyproject.toml allows.
 lock:
