@@ -7,6 +7,7 @@ never waits on a device; the sampler has a thread of its own, environments are p
 """
 
 import asyncio
+import logging
 import signal
 import time
 from collections.abc import Awaitable, Callable
@@ -34,6 +35,8 @@ from jaxrl.pipeline.warm_start import warm_start
 from jaxrl.rollout.episodes import EpisodeRunner, length_limit
 from jaxrl.rollout.protocol import Sampler, SamplerError
 from jaxrl.trainer.state import TrainState
+
+log = logging.getLogger(__name__)
 
 TICK_SECONDS = 1.0
 PUBLISH_SECONDS = 600.0  # the largest weights over a slow link take minutes
@@ -67,8 +70,9 @@ async def _with_signals(config: Config, make_sampler: MakeSampler, began: float)
 
 async def _run(config: Config, make_sampler: MakeSampler, events: asyncio.Queue, began: float) -> dict[str, Any]:
     parts = build(config)
-    folder = open_run(config)
-    with lock(folder):
+    folder = Path(config.out) / config.name
+    with lock(folder):  # before anything is written there: a start that is refused must not change the run that goes on
+        open_run(config)
         return await _run_in(folder, parts, make_sampler, events, began)
 
 
@@ -280,6 +284,7 @@ class _Shell:
         errors = [e.error for e in group.episodes if e.error is not None]
         self.recent.append(group)
         if len(errors) == len(group.episodes):
+            log.warning("group %d: every episode failed, the first: %s", index, errors[0])
             return c.GroupFailed(index, errors[0])
         informative = is_informative(group, self.config)
         self.finished[index] = group
@@ -309,7 +314,7 @@ class _Shell:
             **done.metrics,
             **batch.metrics,
             "groups/finished": float(len(recent)),
-            "groups/zero_variance": float(sum(not is_informative(g, self.config) for g in recent)),
+            "groups/zero_variance": float(self.counted.num_zero_variance - before.num_zero_variance),
             "groups/dropped_stale": float(self.counted.num_stale - before.num_stale),
             "groups/failed": float(self.counted.num_failed - before.num_failed),
             names.TRAINER_RATE: batch.num_tokens / (trained - packed),

@@ -37,7 +37,8 @@ def _has_begun(folder: Path) -> bool:
 
 
 def lock(folder: Path) -> IO:
-    """Held until it is closed or the process dies. Raises ConfigError if another process runs in the folder."""
+    """Held until it is closed or the process dies. Makes the folder. Raises ConfigError if another process runs in it."""
+    folder.mkdir(parents=True, exist_ok=True)
     file = open(folder / "lock", "w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

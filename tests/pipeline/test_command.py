@@ -54,6 +54,8 @@ def test_help_needs_no_config(capsys):
 
 def test_two_processes_do_not_share_a_folder(tmp_path, capsys):
     folder = open_run(make_config(tmp_path, "sevens"))
+    config = (folder / "config.toml").read_bytes()
     with lock(folder):
-        assert main(command(tmp_path, "sevens")) == 2
+        assert main(command(tmp_path, "sevens", "--pipeline.steps", "77")) == 2
+    assert (folder / "config.toml").read_bytes() == config
     assert "another process runs in" in capsys.readouterr().err
