@@ -290,6 +290,8 @@ def _apply(state: State, event: Event, now: float) -> tuple[State, tuple[Action,
                 return replace(state, phase=Phase.OVER), (Fail(cause),)
             return _end(replace(state, phase=Phase.IDLE), Fail(cause)), ()
         case PublishDone(version):
+            if version != state.step:
+                return _end(state, Fail(f"PublishError: version {state.step} was published, the sampler serves {version}")), ()
             phase = Phase.IDLE if state.phase is Phase.PUBLISHING else state.phase
             return replace(state, published=version, phase=phase), ()
         case PublishFailed(version, cause):

@@ -236,6 +236,17 @@ def test_a_publish_that_never_ends_is_a_named_error_and_the_weights_are_saved():
     assert isinstance(world.ended, c.Fail) and "PublishTimeout" in world.ended.reason and "version 1" in world.ended.reason
 
 
+def test_a_publish_of_another_version_is_a_named_error_and_the_weights_are_saved():
+    world = World(make_config(steps=3), random.Random(0))
+    while not any(isinstance(e, c.PublishDone) for e in world.busy):
+        world.tick()
+    world.busy.clear()
+    world.give(c.PublishDone(0))
+    assert world.snapshots[-1][0] == 1
+    world.give(world.busy.pop())
+    assert isinstance(world.ended, c.Fail) and "version 1 was published, the sampler serves 0" in world.ended.reason
+
+
 def test_a_whole_step_of_failed_groups_ends_the_run_with_the_cause():
     world = World(make_config(groups_per_step=2), random.Random(0))
     for index in (0, 1):
