@@ -124,7 +124,7 @@ class PackingConfig(_Table):
 
 
 class AttentionConfig(_Table):
-    impl: Literal["auto", "reference"] = Field(default="auto", description="Implementation of tree attention; auto picks by platform and shape.")
+    impl: Literal["auto", "reference"] = Field(default="auto", description="Implementation of tree attention. reference: plain JAX, so far the only one; auto picks by platform and shape.")
     block_q: int = Field(default=0, ge=0, description="Query block of the plain JAX implementation; 0: by platform.")
     block_k: int = Field(default=0, ge=0, description="Key block of the plain JAX implementation; 0: by platform.")
 
@@ -258,10 +258,15 @@ def _unknown_key(location: tuple) -> str:
 def load(path: str | Path) -> Config:
     """Reads a TOML file. Relative paths in it stay relative to the working directory. Raises
     ConfigError if the file is missing, is not TOML or describes no run."""
+    return parse(read(path))
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """The tables of a TOML file. Raises ConfigError if it is missing or is not TOML."""
     path = Path(path)
     if not path.is_file():
         raise ConfigError("CONFIG", f"no such file: {path}")
     try:
-        return parse(tomllib.loads(path.read_text()))
-    except tomllib.TOMLDecodeError as error:
+        return tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError("CONFIG", f"{path} is not TOML: {error}") from None

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from jaxrl.config import Config, ConfigError, parse
+from jaxrl.config import Config, ConfigError, parse, read
 
 USAGE = """usage: python -m jaxrl.train CONFIG [--KEY VALUE ...]
 
@@ -17,6 +17,8 @@ CONFIG is a TOML file that describes the run. Keys below can also be set on the 
 the file says: --pipeline.steps 10 --log.live false --sampling.stop '["\\n"]'. Starting the same command
 again continues the run in OUT/NAME.
 """
+
+SHORT = {"env": "name", "sampler": "kind"}  # a table that a string may stand for, and the key it then sets
 
 
 def read_command(arguments: Sequence[str]) -> Config:
@@ -36,12 +38,7 @@ def read_command(arguments: Sequence[str]) -> Config:
         overrides.append((key.replace("-", "_"), value if has_value else rest.pop(0)))
     if file is None:
         raise ConfigError("CONFIG", "no config file given: python -m jaxrl.train CONFIG (--help lists every key)")
-    if not file.is_file():
-        raise ConfigError("CONFIG", f"no such file: {file}")
-    try:
-        tables = tomllib.loads(file.read_text())
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError("CONFIG", f"{file} is not TOML: {error}") from None
+    tables = read(file)
     for key, text in overrides:
         _set(tables, key, text)
     return parse(tables)
@@ -52,15 +49,18 @@ def _set(tables: dict[str, Any], key: str, text: str) -> None:
     path = key.split(".")
     table = tables
     for i, part in enumerate(path[:-1]):
-        if isinstance(table.get(part), str):  # env = "sums" and sampler = "embedded" stand for a table
-            table[part] = {"env": {"name": table[part]}, "sampler": {"kind": table[part]}}[".".join(path[: i + 1])]
+        where = ".".join(path[: i + 1])
+        if where in SHORT and isinstance(table.get(part), str):
+            table[part] = {SHORT[where]: table[part]}
         table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise ConfigError(key, f"`{where}` is no table, it has no keys")
     known = {".".join(where): annotation for where, annotation, _ in leaves(Config)}
     table[path[-1]] = text if _takes_text(known.get(key)) else _toml_value(text)
 
 
 def _takes_text(annotation: Any) -> bool:
-    if get_origin(annotation) is tuple:
+    if get_origin(annotation) in (tuple, dict):
         return False
     return annotation is str or str in get_args(annotation) or get_origin(annotation) is Literal
 

@@ -33,6 +33,7 @@ def test_keys_of_the_command_line_go_over_the_file(toml_file):
     config = read_command([toml_file, *words])
     assert config.pipeline.steps == 7 and config.name == "99" and config.log.live is False
     assert config.sampling.stop == ("\n", "x") and config.env.name == "sums" and config.env.args == {"digits": [1, 2]}
+    assert read_command([toml_file, "--env.args", "{ digits = [1, 2] }"]).env.args == {"digits": [1, 2]}
     assert config.sft.data == "traces.jsonl" and config.optimizer.weight_decay == 0.1
 
 
@@ -44,6 +45,8 @@ def test_keys_of_the_command_line_go_over_the_file(toml_file):
         (["--pipeline.steps"], "pipeline.steps"),
         (["--pipeline.group_size", "1"], "pipeline.group_size"),
         (["other.toml"], "CONFIG"),
+        (["--env.name.first", "x"], "env.name.first"),
+        (["--model.tokenizer.folder", "x"], "model.tokenizer.folder"),
     ],
 )
 def test_a_wrong_key_is_named(toml_file, words, key):
