@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     except (ConfigError, UnsupportedModelError, CheckpointFileError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except (RunError, CheckpointError, JournalError, FloatingPointError) as error:
+    except (RunError, CheckpointError, JournalError, FloatingPointError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if summary["ended"] != "finished":
