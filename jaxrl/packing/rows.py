@@ -58,6 +58,11 @@ def empty_row(limits: RowLimits) -> PackedRows:
     )
 
 
+def empty_batch(limits: RowLimits, rows_per_batch: int) -> PackedRows:
+    """Rows of padding, in the shapes and dtypes of every batch of a run."""
+    return _stack([empty_row(limits)] * rows_per_batch)
+
+
 def _row(limits: RowLimits, *, tokens, segments, reads, terms, trajectories) -> PackedRows:
     """Pads the columns of a row to its capacities."""
     T, S, U, M, N = limits.row_length, limits.segments, limits.reads, limits.terms, limits.trajectories

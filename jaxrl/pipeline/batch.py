@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import jax
 import numpy as np
 
 from jaxrl.config import Config
 from jaxrl.data import Episode, Group, PackedRows, Source, TrainingTrajectory, Trajectory
 from jaxrl.losses.advantages import group_advantages
 from jaxrl.packing import RowLimits, pack
-from jaxrl.packing.rows import empty_row
+from jaxrl.packing.rows import empty_batch
 
 
 @dataclass(frozen=True)
@@ -44,10 +43,6 @@ def make_batch(groups: Sequence[Group], config: Config, limits: RowLimits, step:
         "lag/max": float(lags.max()),
     }
     return Batch(rows or [empty_batch(limits, config.packing.rows)], metrics, packing.placed_tokens)
-
-
-def empty_batch(limits: RowLimits, rows: int) -> PackedRows:
-    return jax.tree.map(lambda x: np.stack([x] * rows), empty_row(limits))
 
 
 def refused_batch(limits: RowLimits, rows: int) -> PackedRows:

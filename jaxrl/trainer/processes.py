@@ -17,10 +17,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxrl.config import PackingConfig
 from jaxrl.data import PackedRows
-from jaxrl.packing import RowLimits
-from jaxrl.packing.rows import empty_row
 
 
 class Action(enum.IntEnum):
@@ -64,7 +61,7 @@ def send(record: Record, batches: Sequence[PackedRows] = ()) -> None:
 
 
 def receive(template: PackedRows) -> tuple[Record, list[PackedRows]]:
-    """Every other process: what process 0 sent. `template` has the shapes of the run's rows."""
+    """Every other process: what process 0 sent. `template` has the shapes of the run's rows: `packing.rows.empty_batch`."""
     action, step, num_batches = (int(x) for x in _broadcast(np.zeros(3, np.int32)))
     return Record(Action(action), step, num_batches), [_broadcast(template) for _ in range(num_batches)]
 
@@ -77,12 +74,6 @@ def follow(obey: Callable[[Record, list[PackedRows]], None], own_flags: Callable
         obey(record, batches)
         if record.action is Action.STOP:
             return
-
-
-def rows_template(config: PackingConfig) -> PackedRows:
-    """Empty rows in the shapes and dtypes of every batch of the run."""
-    row = empty_row(RowLimits.from_config(config))
-    return jax.tree.map(lambda x: np.stack([x] * config.rows), row)
 
 
 def _broadcast(tree):

@@ -19,7 +19,9 @@ jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=proc
 from jax.experimental import multihost_utils  # noqa: E402
 from layouts import CONFIG, make_batches, step_on  # noqa: E402
 
-from jaxrl.trainer.processes import Action, Flag, Record, exchange_flags, follow, rows_template, send  # noqa: E402
+from jaxrl.packing import RowLimits  # noqa: E402
+from jaxrl.packing.rows import empty_batch  # noqa: E402
+from jaxrl.trainer.processes import Action, Flag, Record, exchange_flags, follow, send  # noqa: E402
 
 results, events = [], []
 
@@ -48,6 +50,7 @@ if process == 0:
     with open(out, "wb") as file:
         pickle.dump(results[0], file)
 else:
-    follow(obey, lambda: Flag.SIGNAL if len(events) == 2 else Flag.NONE, rows_template(CONFIG.packing))
+    template = empty_batch(RowLimits.from_config(CONFIG.packing), CONFIG.packing.rows)
+    follow(obey, lambda: Flag.SIGNAL if len(events) == 2 else Flag.NONE, template)
 print(json.dumps(events), flush=True)
 jax.distributed.shutdown()
