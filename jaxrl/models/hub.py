@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
 from jaxrl.config import ConfigError
 
@@ -22,7 +22,7 @@ def local_folder(key: str, name: str) -> Path:
         raise ConfigError(key, f"no such folder: {name}")
     try:
         return Path(snapshot_download(name, allow_patterns=FILES))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         raise ConfigError(
             key,
             f"{name} is no folder here, and the Hugging Face hub did not give it ({type(error).__name__}): "

@@ -16,7 +16,8 @@ def test_a_missing_folder_is_named(name):
         local_folder("model.checkpoint", name)
 
 
-def test_an_unreachable_repository_is_named(monkeypatch):
+@pytest.mark.parametrize("name", ["nobody/nothing", "no body/nothing"])
+def test_an_unreachable_repository_is_named(monkeypatch, name):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match="model.checkpoint`: nobody/nothing is no folder here"):
-        local_folder("model.checkpoint", "nobody/nothing")
+    with pytest.raises(ConfigError, match=f"model.checkpoint`: {name} is no folder here"):
+        local_folder("model.checkpoint", name)
