@@ -350,6 +350,8 @@ class _Shell:
     async def _evaluate(self, version: int) -> c.Event:
         began = time.monotonic()
         metrics = await evaluate(self.config, self.parts.environment.heldout, self.runner, version)
+        if self.controller.phase is not c.Phase.EVALUATING:
+            return c.EvalDone()  # abandoned: the run is being saved, and evaluates again when it goes on
         self.heldout = metrics[names.HELDOUT]
         if version == 0:
             self.heldout_before = self.heldout
