@@ -113,8 +113,7 @@ class Worker:
         except PromptTooLong as error:
             result = failure("too_long", str(error))
         except (Exception, SystemExit, KeyboardInterrupt) as error:
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            result = failure("raised", f"{type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})")
+            result = failure("raised", f"{type(error).__name__}: {error}{_where(error)}")
         self._finish(job, {**result, **story(book, chat)})
 
     async def _generate(self, job: Job, call: Call) -> Answer:
@@ -145,6 +144,13 @@ class Worker:
 
 def failure(kind: str, error: str) -> dict[str, Any]:
     return {"kind": kind, "error": error}
+
+
+def _where(error: BaseException) -> str:
+    """The innermost line outside this package that raised; nothing for a returned value that is no reward."""
+    frames = traceback.extract_tb(error.__traceback__)
+    outside = [f for f in frames if os.path.dirname(f.filename) != os.path.dirname(__file__)]
+    return f" ({outside[-1].filename}, line {outside[-1].lineno})" if outside else ""
 
 
 def success(result: Any) -> dict[str, Any]:

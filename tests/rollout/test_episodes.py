@@ -154,6 +154,7 @@ def test_failures_cost_their_episode_only(tokenizer, tmp_path):
     by_name = dict(zip(bad, failed, strict=True))
     assert "KeyError: 'no such tool'" in by_name["raise"].error and "misbehave.py" in by_name["raise"].error
     assert "finite" in by_name["nan"].error and "Outcome" in by_name["text"].error and "SystemExit" in by_name["exit"].error
+    assert "worker.py" not in by_name["nan"].error + by_name["text"].error  # nothing of theirs is on that line
     assert "exit status 3" in by_name["die"].error and "env.timeout_seconds" in by_name["wait"].error
     assert failure_kind(too_long) == "too_long" and "packing.row_length = 200" in too_long.error
 
