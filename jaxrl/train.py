@@ -45,4 +45,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:  # while modules load, before the run takes signals itself
+        print("interrupted: the same command starts or continues the run", file=sys.stderr)
+        sys.exit(130)

@@ -303,7 +303,7 @@ class _Shell:
         if done.bad_rows is not None:
             return c.TrainFailed(
                 f"NaNError: step {step + 1} has a loss or gradient that is not finite; the weights are those of step {step}. "
-                f"The row is in {done.bad_rows}: lower optimizer.lr, or look at the rewards and log-probs in it",
+                f"The row is in {done.bad_rows}: lower optimizer.lr under another `name`, or look at its rewards and log-probs",
                 state_intact=True,
             )
         recent, self.recent = self.recent, []

@@ -1,6 +1,8 @@
 """The command: what it prints and how it exits."""
 
 import json
+import runpy
+import sys
 
 import pytest
 from test_run import make_config
@@ -50,6 +52,17 @@ def test_help_needs_no_config(capsys):
     assert main(["--help"]) == 0
     assert "--optimizer.lr FLOAT" in capsys.readouterr().out
     assert main([]) == 2
+
+
+def test_a_signal_before_the_run_takes_them_is_one_line(monkeypatch, capsys):
+    def interrupted(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxrl.pipeline.command_line.read_command", interrupted)
+    monkeypatch.delitem(sys.modules, "jaxrl.train")
+    with pytest.raises(SystemExit, match="130"):
+        runpy.run_module("jaxrl.train", run_name="__main__")
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_two_processes_do_not_share_a_folder(tmp_path, capsys):
