@@ -5,8 +5,6 @@ of page-sized tiles, because a matmul of another shape gives the same row other 
 gets depends on its own tokens alone. Shape letters: B slots, N tiles, S tokens per page, P pages per row, K steps.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -24,23 +22,10 @@ from jaxrl.models.peft import merge_lora
 
 MAX_STEPS = 16  # decode steps of one dispatch, at most
 STOP_IDS = 8  # stop tokens a slot watches on the device; the host watches them all
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """What is chosen by platform."""
-
-    block_tokens: int  # per step of the attention's loop
-    store_head: bool  # keep a tied output head as a matrix of its own, [E, V]
-    compiler_options: Mapping[str, str]
-
-
-# A CPU gains from an attention loop that stops at the longest row and stays in its cache. XLA's default matmul library there
-# (YNNPACK) repacks the weights in every call; Eigen, its older one, was 1.27 times as fast at 64 rows, but only with the
-# weights' contracted dimension first.
-CPU = Tuning(block_tokens=64, store_head=True, compiler_options={"xla_cpu_experimental_ynn_fusion_type": ""})
-# An accelerator gains from few, large operations.
-ACCELERATOR = Tuning(block_tokens=2048, store_head=False, compiler_options={})
+# Tokens per block of the attention's loop. A CPU gains from stopping at the longest row and from blocks that stay in its
+# cache; an accelerator from few, large operations.
+BLOCK_TOKENS = {"cpu": 64}
+ACCELERATOR_BLOCK_TOKENS = 2048
 
 
 class Slots(NamedTuple):
@@ -82,23 +67,21 @@ class Programs:
         self.dtype = jnp.dtype(config.dtype)
         self.page_size = config.page_size
         self.num_pages = num_pages
-        self._tuning = CPU if device.platform == "cpu" else ACCELERATOR
+        block_tokens = BLOCK_TOKENS.get(device.platform, ACCELERATOR_BLOCK_TOKENS)
         needed = -(-config.max_length // config.page_size)
-        self.block_pages = min(needed, max(1, self._tuning.block_tokens // config.page_size))
+        self.block_pages = min(needed, max(1, block_tokens // config.page_size))
         self.table_width = -(-needed // self.block_pages) * self.block_pages
         self.num_tiles = max(1, config.prefill_chunk // config.page_size)
         self._model = Decoder(architecture, dtype=self.dtype, param_dtype=self.dtype, scan_layers=False)
         self.prepare_weights = jax.jit(partial(self._prepare, lora=lora))
-        self.decode = jax.jit(self._decode, donate_argnums=1, compiler_options=self._tuning.compiler_options)
-        self.prefill = jax.jit(self._prefill, donate_argnums=1, compiler_options=self._tuning.compiler_options)
+        self.decode = jax.jit(self._decode, donate_argnums=1)
+        self.prefill = jax.jit(self._prefill, donate_argnums=1)
         self.copy_pages = jax.jit(_copy_pages, donate_argnums=0)
 
     def _prepare(self, variables, *, lora: LoraConfig | None):
         """The sampler's own copy: adapters merged into the base (in the parameters' dtype), layers unstacked, cast."""
         params = merge_lora(variables, lora)
         weights = unstack_layers({"params": params}) if "layers" in params else {"params": params}
-        if self._tuning.store_head and self.architecture.tie_embeddings:
-            weights["head"] = head_matrix(params, self.architecture)
         return jax.tree.map(lambda leaf: jnp.array(leaf, self.dtype, copy=True), weights)
 
     def make_pools(self) -> list[tuple[jax.Array, jax.Array]]:
@@ -130,7 +113,7 @@ class Programs:
             last = jnp.max(jnp.where(is_running, position, 0))
             hidden, pools = self._hidden(weights, pools, token[:, None], position[:, None], write, slots.tables, last)
             # In the loop, so that a tied embedding's transpose becomes part of the matmul instead of a copy before it.
-            head = weights["head"] if "head" in weights else head_matrix(weights["params"], self.architecture)
+            head = head_matrix(weights["params"], self.architecture)
             logits = jnp.matmul(hidden[:, 0], head, preferred_element_type=jnp.float32)
             drawn = draw(logits, position + 1, slots.controls)
             out = out.at[:, i].set(jnp.stack([drawn.token, *(_bits(logp) for logp in drawn[1:])]))
@@ -172,7 +155,7 @@ class Programs:
             )
             return out, (k_pages, v_pages)
 
-        return self._model.apply({"params": weights["params"]}, tokens, position, attend, pools)
+        return self._model.apply(weights, tokens, position, attend, pools)
 
 
 def unpack_steps(packed: np.ndarray) -> Steps:

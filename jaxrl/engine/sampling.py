@@ -36,28 +36,31 @@ class Drawn(NamedTuple):
 def draw(logits: jax.Array, position: jax.Array, controls: Controls) -> Drawn:
     """One token per row from logits [B, V] float32. Row b's randomness is fold_in(key(seed[b]), position[b])."""
     greedy = controls.temperature == 0
-    x_BV = logits / jnp.where(greedy, 1.0, controls.temperature)[:, None]
-    x_BCN = _blocks(x_BV)
-    peak = jnp.max(x_BV, axis=-1)
-    mass_BC = _mass(x_BCN, peak, None)
+    temperature = jnp.where(greedy, 1.0, controls.temperature)
+
+    def scaled(x):  # where it is used, so that [B, V] scaled logits are not stored
+        return x / temperature.reshape(-1, *[1] * (x.ndim - 1))
+
+    logits_BCN = _blocks(logits)
+    peak = scaled(jnp.max(logits, axis=-1))
+    mass_BC = jnp.sum(jnp.exp(scaled(logits_BCN) - peak[:, None, None]), axis=-1)
 
     truncated = ~greedy & ((controls.top_p < 1) | (controls.top_k > 0) | (controls.min_p > 0))
 
     def truncate():
-        threshold = jnp.where(truncated, _threshold(x_BV, peak, controls), -jnp.inf)
-        return threshold, _mass(x_BCN, peak, threshold)
+        threshold = jnp.where(truncated, _threshold(scaled(logits), peak, controls), -jnp.inf)
+        return threshold, jnp.sum(_kept_weight(scaled(logits_BCN), peak, threshold), axis=-1)
 
     threshold, kept_BC = jax.lax.cond(jnp.any(truncated), truncate, lambda: (jnp.full_like(peak, -jnp.inf), mass_BC))
 
     uniform = jax.vmap(_uniforms)(controls.seed, position)
     block = _first_beyond(kept_BC, uniform[:, 0])
-    x_BN = jnp.take_along_axis(x_BCN, block[:, None, None], axis=1)[:, 0]
-    weight_BN = jnp.where(x_BN >= threshold[:, None], jnp.exp(x_BN - peak[:, None]), 0.0)
-    token = block * BLOCK + _first_beyond(weight_BN, uniform[:, 1])
-    best = jax.lax.cond(jnp.any(greedy), lambda: _argmax(x_BV, peak), lambda: token)
+    x_BN = scaled(jnp.take_along_axis(logits_BCN, block[:, None, None], axis=1)[:, 0])
+    token = block * BLOCK + _first_beyond(_kept_weight(x_BN, peak, threshold), uniform[:, 1])
+    best = jax.lax.cond(jnp.any(greedy), lambda: _argmax(logits), lambda: token)
     token = jnp.where(greedy, best, token)
 
-    centred = jnp.take_along_axis(x_BV, token[:, None], axis=-1)[:, 0] - peak
+    centred = scaled(jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]) - peak
     policy = centred - jnp.log(jnp.sum(mass_BC, axis=-1))
     behaviour = jnp.where(greedy, 0.0, jnp.where(truncated, centred - jnp.log(jnp.sum(kept_BC, axis=-1)), policy))
     return Drawn(token, policy, behaviour)
@@ -74,12 +77,10 @@ def _blocks(x_BV):
     return x_BV.reshape(x_BV.shape[0], -1, BLOCK)
 
 
-def _mass(x_BCN, peak, threshold):
-    """Sum of exp(x - peak) over each block's kept entries, [B, C]."""
-    weight = jnp.exp(x_BCN - peak[:, None, None])
-    if threshold is not None:
-        weight = jnp.where(x_BCN >= threshold[:, None, None], weight, 0.0)
-    return jnp.sum(weight, axis=-1)
+def _kept_weight(x, peak, threshold):
+    """exp(x - peak) of what reaches the row's threshold, 0 elsewhere; x [B, ...]."""
+    peak, threshold = (row.reshape(-1, *[1] * (x.ndim - 1)) for row in (peak, threshold))
+    return jnp.where(x >= threshold, jnp.exp(x - peak), 0.0)
 
 
 def _first_beyond(weight_BN, uniform):
@@ -93,10 +94,11 @@ def _first_beyond(weight_BN, uniform):
     return jnp.min(jnp.where(beyond, index, last[:, None]), axis=-1)
 
 
-def _argmax(x_BV, peak):
-    """First index of the peak. jnp.argmax is several times slower than this on a CPU."""
+def _argmax(x_BV):
+    """First index of the largest value. jnp.argmax is several times slower than this on a CPU."""
     index = jnp.arange(x_BV.shape[-1], dtype=jnp.int32)
-    return jnp.min(jnp.where(x_BV == peak[:, None], index, x_BV.shape[-1] - 1), axis=-1)
+    is_peak = x_BV == jnp.max(x_BV, axis=-1, keepdims=True)
+    return jnp.min(jnp.where(is_peak, index, x_BV.shape[-1] - 1), axis=-1)
 
 
 def _threshold(x_BV, peak, controls: Controls):
