@@ -7,11 +7,24 @@ Two forms. `sums` continues the text "934+1208=" and suits a small model without
 import random
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
 
 from jaxrl.rollout.environment import Chat, Environment
 
 NUMBER = re.compile(r"-?\d+")
+
+
+def _ordered(digits: tuple[int, int]) -> tuple[int, int]:
+    if digits[0] > digits[1]:
+        raise ValueError("give the fewest digits first, then the most")
+    return digits
+
+
+Count = Annotated[int, Field(ge=0)]
+NumDigits = Annotated[int, Field(ge=1, le=100)]
+Digits = Annotated[tuple[NumDigits, NumDigits], AfterValidator(_ordered)]  # fewest, most
 
 
 def draw_sums(count: int, digits: tuple[int, int], smallest: int, seed: str) -> list[dict[str, Any]]:
@@ -47,16 +60,16 @@ def heldout_sums(count: int, digits: tuple[int, int]) -> list[dict[str, Any]]:
     return list(rows.values())[:count]
 
 
-def sums(seed: int, train: int = 100_000, heldout: int = 512, digits: tuple[int, int] = (1, 3)) -> Environment:
-    """"934+1208=" for a base model. No held-out pair is among the training rows."""
+def sums(seed: int, train: Count = 100_000, heldout: Count = 512, digits: Digits = (1, 3)) -> Environment:
+    """ "934+1208=" for a base model. No held-out pair is among the training rows."""
     heldout_rows = heldout_sums(heldout, digits)
     reserved = {(row["a"], row["b"]) for row in heldout_rows}
     train_rows = [row for row in draw_sums(train, digits, 0, f"train {seed}") if (row["a"], row["b"]) not in reserved]
     return Environment(rollout=continue_sum, train=train_rows, heldout=heldout_rows)
 
 
-def arithmetic(seed: int, train: int = 4000, heldout: int = 256, digits: tuple[int, int] = (1, 1)) -> Environment:
-    """"What is 9 + 4?" for a chat model. One-digit sums are 81 in all: there, held-out rows repeat training rows."""
+def arithmetic(seed: int, train: Count = 4000, heldout: Count = 256, digits: Digits = (1, 1)) -> Environment:
+    """ "What is 9 + 4?" for a chat model. One-digit sums are 81 in all: there, held-out rows repeat training rows."""
     return Environment(
         rollout=ask_sum,
         train=draw_sums(train, digits, 1, f"train {seed}"),

@@ -5,7 +5,6 @@ import importlib.util
 import inspect
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -47,11 +46,14 @@ def load_file_environment(config: EnvConfig) -> Environment:
         )
     if not inspect.iscoroutinefunction(rollout):
         raise ConfigError("env.name", f"{config.name} is not async: write `async def {name}(task, chat)`")
-    tasks = getattr(module, "tasks", None)
-    train = _rows("env.data", config.data, tasks, "train")
+    try:
+        inspect.signature(rollout).bind(None, None)
+    except TypeError as error:
+        raise ConfigError("env.name", f"{config.name} is called as {name}(task, chat): {error}") from None
+    train = _rows("env.data", config.data, module, "train")
     if not train:
         raise ConfigError("env.data", f"no task rows: name a JSONL file, or define tasks(split) in {path}.py")
-    return Environment(rollout, train, _rows("env.heldout", config.heldout, tasks, "heldout"))
+    return Environment(rollout, train, _rows("env.heldout", config.heldout, module, "heldout"))
 
 
 def _load_module(path: Path) -> ModuleType:
@@ -66,30 +68,47 @@ def _load_module(path: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError("env.name", f"{path} does not import: {type(error).__name__}: {error}") from error
     return module
 
 
-def _rows(
-    key: str, file: str | None, tasks: Callable[[str], Sequence[Mapping[str, Any]]] | None, split: str
-) -> Sequence[Mapping[str, Any]]:
+def _rows(key: str, file: str | None, module: ModuleType, split: str) -> list[dict[str, Any]]:
+    """Of the JSONL file, else of the module's tasks(split), else none."""
     if file is not None:
         return read_jsonl(key, Path(file))
-    return list(tasks(split)) if tasks is not None else []
+    if not hasattr(module, "tasks"):
+        return []
+    call = f"tasks({split!r}) in {module.__file__}"
+    try:
+        rows = list(module.tasks(split))
+    except (Exception, SystemExit) as error:
+        raise ConfigError("env.name", f"{call} gave no list of rows: {type(error).__name__}: {error}") from error
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise ConfigError("env.name", f"row {number} of {call} is {row!r}: a task row is a dict")
+        try:
+            json.dumps(row)  # rows travel to the workers so
+        except (TypeError, ValueError) as error:
+            raise ConfigError("env.name", f"row {number} of {call} is not JSON: {error}") from None
+    return rows
 
 
 def read_jsonl(key: str, path: Path) -> list[dict[str, Any]]:
     """One JSON object a line; empty lines are skipped. Raises ConfigError naming `key` and the line."""
     if not path.is_file():
         raise ConfigError(key, f"no such file: {path} (relative to {Path.cwd()})")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(key, f"{path} is not UTF-8: {error}") from None
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
             raise ConfigError(key, f"{path}, line {number} is not JSON: {error}") from None
         if not isinstance(row, dict):
             raise ConfigError(key, f"{path}, line {number} is not an object: a task row is {{...}}")
