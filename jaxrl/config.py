@@ -4,7 +4,9 @@ A wrong key, a wrong value or a combination that cannot work fails when the file
 key's dotted name and the fix. Nothing here imports jax: reading a config is instant.
 """
 
+import math
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,7 +46,8 @@ class ModelConfig(_Table):
         default="float32", description="Dtype of the trained parameters and their optimizer state."
     )
     remat: Literal["none", "dots", "full"] = Field(
-        default="full", description="What a layer keeps for its backward pass: everything, its matmul outputs, or its input only."
+        default="full",
+        description="What a layer keeps for its backward pass: everything, its matmul outputs, or its input only.",
     )
     lora: LoraConfig | None = Field(default=None, description="Train low-rank adapters; the base stays frozen.")
 
@@ -72,7 +75,9 @@ class SamplingConfig(_Table):
     temperature: float = Field(default=1.0, gt=0, description="Sampling temperature; the trainer divides its logits by it too.")
     top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus truncation; 1 is off.")
     top_k: int = Field(default=0, ge=0, description="Keep the k most likely tokens; 0 is off.")
-    min_p: float = Field(default=0.0, ge=0, lt=1, description="Drop tokens below this share of the most likely one's probability.")
+    min_p: float = Field(
+        default=0.0, ge=0, lt=1, description="Drop tokens below this share of the most likely one's probability."
+    )
     stop: tuple[str, ...] = Field(default=(), description="Strings that end a generation, beside the end-of-sequence token.")
 
 
@@ -95,21 +100,35 @@ class PipelineConfig(_Table):
     groups_per_step: int = Field(default=16, ge=1, description="Groups trained on in one optimizer step.")
     group_size: int = Field(default=8, ge=1, description="Episodes per task.")
     max_lag: int = Field(default=1, ge=0, description="async and inflight: most policy versions between sampling and training.")
-    window: int = Field(default=4, ge=1, description="async and inflight: a group may be passed by at most window - 1 later ones.")
+    window: int = Field(
+        default=4, ge=1, description="async and inflight: a group may be passed by at most window - 1 later ones."
+    )
 
 
 class AlgorithmConfig(_Table):
-    loss: Literal["grpo", "ppo_clip", "cispo"] = Field(default="grpo", description="The rule that turns ratios and advantages into a loss.")
-    baseline: Literal["group", "none"] = Field(default="group", description="group: advantage = reward - mean of the group. none: advantage = reward.")
-    scale_by_std: bool = Field(default=True, description="Divide the advantage by the group's standard deviation (off in Dr. GRPO).")
+    loss: Literal["grpo", "ppo_clip", "cispo"] = Field(
+        default="grpo", description="The rule that turns ratios and advantages into a loss."
+    )
+    baseline: Literal["group", "none"] = Field(
+        default="group", description="group: advantage = reward - mean of the group. none: advantage = reward."
+    )
+    scale_by_std: bool = Field(
+        default=True, description="Divide the advantage by the group's standard deviation (off in Dr. GRPO)."
+    )
     clip_low: float = Field(default=0.2, gt=0, description="The ratio is clipped at 1 - clip_low.")
     clip_high: float = Field(default=0.2, gt=0, description="The ratio is clipped at 1 + clip_high (DAPO: 0.28).")
     normaliser: Literal["tokens", "sequences", "constant"] = Field(
         default="tokens",
         description="Denominator over the step: trainable tokens (DAPO), mean over sequences of their token means (GRPO), or a constant per sequence (Dr. GRPO).",
     )
-    normaliser_constant: float = Field(default=0.0, ge=0, description="Tokens per sequence for normaliser = constant; 0: sampling.max_tokens.")
-    correction_cap: float = Field(default=5.0, gt=0, description="Cap of the weight exp(policy - behaviour log-prob) that corrects for truncated or lossy sampling.")
+    normaliser_constant: float = Field(
+        default=0.0, ge=0, description="Tokens per sequence for normaliser = constant; 0: sampling.max_tokens."
+    )
+    correction_cap: float = Field(
+        default=5.0,
+        gt=0,
+        description="Cap of the weight exp(policy - behaviour log-prob) that corrects for truncated or lossy sampling.",
+    )
     entropy_weight: float = Field(default=0.0, description="Weight of the entropy bonus.")
 
 
@@ -124,14 +143,19 @@ class PackingConfig(_Table):
 
 
 class AttentionConfig(_Table):
-    impl: Literal["auto", "reference"] = Field(default="auto", description="Implementation of tree attention. reference: plain JAX, so far the only one; auto picks by platform and shape.")
+    impl: Literal["auto", "reference"] = Field(
+        default="auto",
+        description="Implementation of tree attention. reference: plain JAX, so far the only one; auto picks by platform and shape.",
+    )
     block_q: int = Field(default=0, ge=0, description="Query block of the plain JAX implementation; 0: by platform.")
     block_k: int = Field(default=0, ge=0, description="Key block of the plain JAX implementation; 0: by platform.")
 
 
 class OptimizerConfig(_Table):
     lr: float = Field(default=1e-5, ge=0, description="Peak learning rate of AdamW.")
-    schedule: Literal["constant", "linear", "cosine"] = Field(default="constant", description="Course of the learning rate after warm-up; linear and cosine end at 0.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="Course of the learning rate after warm-up; linear and cosine end at 0."
+    )
     warmup_steps: int = Field(default=0, ge=0, description="Steps of linear warm-up.")
     weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay; not on norms and biases.")
     b1: float = Field(default=0.9, ge=0, lt=1, description="Decay of the first moment.")
@@ -163,7 +187,11 @@ class CheckpointConfig(_Table):
 
 
 class EvalConfig(_Table):
-    every: int = Field(default=0, ge=0, description="Steps between held-out evaluations; 0: only with `at_start` and at the end, if num_tasks > 0.")
+    every: int = Field(
+        default=0,
+        ge=0,
+        description="Steps between held-out evaluations; 0: only with `at_start` and at the end, if num_tasks > 0.",
+    )
     num_tasks: int = Field(default=0, ge=0, description="Held-out tasks; 0: no evaluation.")
     samples: int = Field(default=1, ge=1, description="Episodes per held-out task.")
     temperature: float = Field(default=0.0, ge=0, description="Sampling temperature of the evaluation; 0 is greedy.")
@@ -210,27 +238,65 @@ class Config(_Table):
 
 def _check_combinations(config: Config) -> None:
     """Raises ConfigError for keys that are fine alone and wrong together."""
-    p, a = config.pipeline, config.algorithm
+    p, a, longest = config.pipeline, config.algorithm, config.sampling.max_tokens
     if a.baseline == "group" and p.group_size == 1:
         raise ConfigError(
-            "pipeline.group_size", "a group baseline of one episode is always 0: use group_size ≥ 2 or algorithm.baseline = \"none\""
+            "pipeline.group_size",
+            'a group baseline of one episode is always 0: use group_size ≥ 2 or algorithm.baseline = "none"',
         )
-    if config.sampling.max_tokens >= config.packing.row_length:
-        raise ConfigError(
-            "packing.row_length",
-            f"{config.packing.row_length} tokens cannot hold a prompt and sampling.max_tokens = {config.sampling.max_tokens}: raise it",
-        )
-    if config.sampling.max_tokens >= config.sampler.max_length:
-        raise ConfigError(
-            "sampler.max_length",
-            f"{config.sampler.max_length} tokens cannot hold a prompt and sampling.max_tokens = {config.sampling.max_tokens}: raise it",
-        )
-    if p.mode == "sync" and p.max_lag != PipelineConfig().max_lag:
-        raise ConfigError("pipeline.max_lag", "has no effect in mode = \"sync\": leave it out")
+    for key, tokens in (("packing.row_length", config.packing.row_length), ("sampler.max_length", config.sampler.max_length)):
+        if longest >= tokens:
+            raise ConfigError(key, f"{tokens} tokens cannot hold a prompt and sampling.max_tokens = {longest}: raise it")
+    for key, slots in (("packing.reads", config.packing.reads), ("packing.terms", config.packing.terms)):
+        if 0 < slots < longest:
+            raise ConfigError(key, f"{slots} cannot hold the sampling.max_tokens = {longest} of one answer: raise it")
+    for key, why in _without_effect(config):
+        if _value(config, key) != _default(key):
+            raise ConfigError(key, f"has no effect with {why}: leave it out")
+
+
+def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
+    """(key, what it has no effect with) of the keys that this config's modes never read. Setting one to anything but its
+    default is an error, so that nobody tunes what does nothing."""
+    algorithm, held_out = config.algorithm, config.eval.num_tasks
+    if config.pipeline.mode == "sync":
+        yield from ((f"pipeline.{key}", 'pipeline.mode = "sync"') for key in ("max_lag", "window"))
+    if algorithm.baseline == "none":
+        yield "algorithm.scale_by_std", 'algorithm.baseline = "none"'
+    if algorithm.normaliser != "constant":
+        yield "algorithm.normaliser_constant", f'algorithm.normaliser = "{algorithm.normaliser}"'
+    if algorithm.loss == "cispo":
+        yield "algorithm.clip_low", 'algorithm.loss = "cispo"'
+    if held_out == 0:
+        yield from ((f"eval.{key}", "eval.num_tasks = 0") for key in ("every", "samples", "temperature", "at_start"))
+        yield "env.heldout", "eval.num_tasks = 0"
+
+
+def _value(config: Config, key: str) -> Any:
+    table, name = key.split(".")
+    return getattr(getattr(config, table), name)
+
+
+def _default(key: str) -> Any:
+    table, name = key.split(".")
+    return Config.model_fields[table].annotation.model_fields[name].default
+
+
+def _check_numbers(tables: Any, path: tuple[str, ...] = ()) -> None:
+    """Raises ConfigError for a number that no key can take: sizes and counts are 32-bit integers on the device."""
+    for key, value in tables.items() if isinstance(tables, dict) else enumerate(tables):
+        where = (*path, str(key))
+        if isinstance(value, dict | list):
+            _check_numbers(value, where)
+        elif isinstance(value, int) and not -(2**31) <= value < 2**31:
+            raise ConfigError(".".join(where), "is an integer beyond 32 bits: at most 2147483647 can be used")
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(".".join(where), f"is {value}: use a finite number")
 
 
 def parse(tables: dict[str, Any]) -> Config:
     """A Config from the tables of a TOML file. Raises ConfigError naming the first wrong key."""
+    _check_numbers(tables)
     try:
         config = Config.model_validate(tables)
     except ValidationError as error:
@@ -268,5 +334,5 @@ def read(path: str | Path) -> dict[str, Any]:
         raise ConfigError("CONFIG", f"no such file: {path}")
     try:
         return tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, a number of thousands of digits
         raise ConfigError("CONFIG", f"{path} is not TOML: {error}") from None

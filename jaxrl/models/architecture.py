@@ -75,6 +75,11 @@ class Architecture:
         """What `attend` multiplies q · k by."""
         return self.head_dim**-0.5
 
+    @property
+    def context_length(self) -> int:
+        """Most positions the rotary embedding is made for: rope scaling stretches the original context by its factor."""
+        return max(self.max_positions, int(self.rope.factor * self.rope.original_context))
+
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "Architecture":
         """From the dict of a config.json, as transformers 4 or 5 writes it.

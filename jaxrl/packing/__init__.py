@@ -4,9 +4,9 @@ limits (capacities) < tree (radix tree) < demand (reads and terms) < bins (which
 (the arrays). `weights` folds the denominators of a step into per-token weights beforehand.
 """
 
-from jaxrl.packing.limits import PackingError, RowLimits
+from jaxrl.packing.limits import PackingError, RowLimits, misfit
 from jaxrl.packing.planner import PackingStats, Plan, plan
 from jaxrl.packing.rows import pack
 from jaxrl.packing.weights import fold_weights
 
-__all__ = ["PackingError", "PackingStats", "Plan", "RowLimits", "fold_weights", "pack", "plan"]
+__all__ = ["PackingError", "PackingStats", "Plan", "RowLimits", "fold_weights", "misfit", "pack", "plan"]

@@ -40,6 +40,16 @@ class RowLimits:
         )
 
 
+def misfit(num_tokens: int, num_trained: int, limits: RowLimits) -> str | None:
+    """Why a trajectory fits no row, with the key to raise; None if it fits. One trajectory has as many reads as terms."""
+    slots, which = min((limits.reads, "reads"), (limits.terms, "terms"))
+    if num_tokens > limits.row_length:
+        return f"it has {num_tokens} tokens, a row holds {limits.row_length}: raise packing.row_length"
+    if num_trained > slots:
+        return f"it has {num_trained} trained tokens, a row holds {slots} {which}: raise packing.{which}"
+    return None
+
+
 def name_of(trajectory: TrainingTrajectory) -> str:
     """How errors name a trajectory."""
     return f"trajectory {trajectory.trajectory_index} (group {trajectory.group_index}, episode {trajectory.episode_index})"

@@ -8,7 +8,7 @@ import numpy as np
 from jaxrl.data import TrainingTrajectory
 from jaxrl.packing.bins import RowPlan, assign_rows
 from jaxrl.packing.demand import Demand, TrainedRuns, demand_of, trained_runs
-from jaxrl.packing.limits import PackingError, RowLimits, name_of
+from jaxrl.packing.limits import PackingError, RowLimits, misfit, name_of
 from jaxrl.packing.tree import PrefixTree, build_tree
 
 PER_TOKEN = ("trainable", "policy_logp", "behaviour_logp", "version", "source", "turn")
@@ -97,17 +97,10 @@ def _check_shapes(trajectories: Sequence[TrainingTrajectory], content_keys) -> N
 
 
 def _check_sizes(trajectories: Sequence[TrainingTrajectory], counts: np.ndarray, limits: RowLimits) -> None:
-    """Refuses trajectories that fit no row. One trajectory has as many reads as terms, and one segment."""
-    lengths = np.array([len(t.trajectory.ids) for t in trajectories])
-    slots, which = min((limits.reads, "reads"), (limits.terms, "terms"))
-    for k in np.flatnonzero((lengths > limits.row_length) | (counts > slots))[:1].tolist():
-        if lengths[k] > limits.row_length:
-            raise PackingError(
-                f"{name_of(trajectories[k])} has {lengths[k]} tokens, a row holds {limits.row_length}: raise packing.row_length or shorten it"
-            )
-        raise PackingError(
-            f"{name_of(trajectories[k])} has {counts[k]} trainable tokens, a row holds {slots} {which}: raise packing.{which}"
-        )
+    """Refuses trajectories that fit no row. Each has one segment at least."""
+    for training, trained in zip(trajectories, counts.tolist(), strict=True):
+        if problem := misfit(len(training.trajectory.ids), trained, limits):
+            raise PackingError(f"{name_of(training)}: {problem}, or shorten it")
     for name in ("segments", "trajectories"):
         if getattr(limits, name) < 1:
             raise PackingError(f"a row holds {getattr(limits, name)} {name}: raise packing.{name}")

@@ -8,7 +8,7 @@ import numpy as np
 from jaxrl.config import Config
 from jaxrl.data import Episode, Group, PackedRows, Source, TrainingTrajectory, Trajectory
 from jaxrl.losses.advantages import group_advantages
-from jaxrl.packing import RowLimits, pack
+from jaxrl.packing import RowLimits, misfit, pack
 from jaxrl.packing.rows import empty_batch
 
 
@@ -81,13 +81,6 @@ def _versions(trajectory: Trajectory) -> np.ndarray:
 def refuse_too_long(episode: Episode, limits: RowLimits) -> Episode:
     """The episode, failed if one of its trajectories cannot fit into a row."""
     for trajectory in episode.trajectories:
-        num_trainable = int(trajectory.trainable.sum())
-        for what, size, capacity, key in (
-            ("tokens", len(trajectory.ids), limits.row_length, "row_length"),
-            ("sampled tokens", num_trainable, limits.reads, "reads"),
-            ("sampled tokens", num_trainable, limits.terms, "terms"),
-        ):
-            if size > capacity:
-                cause = f"too_long: a trajectory of {size} {what} does not fit into packing.{key} = {capacity}: raise it"
-                return replace(episode, error=cause, reward=0.0)
+        if problem := misfit(len(trajectory.ids), int(trajectory.trainable.sum()), limits):
+            return replace(episode, error=f"too_long: one of its trajectories fits no row: {problem}", reward=0.0)
     return episode

@@ -31,7 +31,7 @@ from jaxrl.pipeline.rollouts import cut_rollouts, num_sampled, rollout_metrics, 
 from jaxrl.pipeline.run_folder import lock, open_run
 from jaxrl.pipeline.setup import ENVIRONMENTS, Parts, build, initial_variables
 from jaxrl.pipeline.training import Trained, train
-from jaxrl.pipeline.warm_start import warm_start
+from jaxrl.pipeline.warm_start import read_traces, warm_start
 from jaxrl.rollout.episodes import EpisodeRunner, length_limit
 from jaxrl.rollout.protocol import Sampler, SamplerError
 from jaxrl.trainer.state import TrainState
@@ -130,14 +130,15 @@ def _restore_or_start(
 ) -> tuple[TrainState, dict[str, Any] | None]:
     """The train state and what the host knew: of the newest checkpoint, else of step 0."""
     trainer = parts.trainer
-    state = trainer.init(initial_variables(parts))
     step = checkpoints.latest()
+    traces = read_traces(parts) if step is None and parts.config.sft is not None else []
+    state = trainer.init(initial_variables(parts))
     if step is None:
         if parts.config.sft is not None:
             cut(folder / "sft.jsonl", 0)
             tracker = JsonlTracker(folder / "sft.jsonl")
             try:
-                state = warm_start(parts, state, _warm_start_log(tracker, parts.config.sft.steps, is_signalled))
+                state = warm_start(parts, traces, state, _warm_start_log(tracker, parts.config.sft.steps, is_signalled))
             finally:
                 tracker.close()
         return state, None

@@ -17,6 +17,7 @@ from jaxrl.models.hub import local_folder
 from jaxrl.models.peft import load_adapter
 from jaxrl.packing import RowLimits
 from jaxrl.rollout.environment import Environment
+from jaxrl.rollout.episodes import length_limit
 from jaxrl.rollout.loading import load_environment
 from jaxrl.rollout.tokenizer import Tokenizer, check_vocabulary, eos_token_ids, load_tokenizer
 from jaxrl.trainer.step import Trainer, make_trainer
@@ -53,6 +54,7 @@ def build(config: Config) -> Parts:
         raise ConfigError("eval.num_tasks", f"{have}, {config.eval.num_tasks} were asked for")
     checkpoint = None if config.model.checkpoint is None else local_folder("model.checkpoint", config.model.checkpoint)
     architecture = Architecture.from_hf(config.model.architecture) if checkpoint is None else load_architecture(checkpoint)
+    check_length(config, architecture)
     tokenizer = load_tokenizer(checkpoint if config.model.tokenizer is None else config.model.tokenizer)
     check_vocabulary(tokenizer, architecture.vocab_size)
     mesh = make_mesh(config.mesh)
@@ -67,6 +69,17 @@ def build(config: Config) -> Parts:
         trainer=make_trainer(config, architecture, mesh),
         limits=RowLimits.from_config(config.packing),
     )
+
+
+def check_length(config: Config, architecture: Architecture) -> None:
+    """Raises ConfigError if a trajectory could be longer than the positions the model knows."""
+    limit, most = length_limit(config), architecture.context_length
+    if limit.tokens > most:
+        raise ConfigError(
+            limit.key,
+            f"trajectories may have {limit.tokens} tokens, the model's max_position_embeddings with rope scaling is {most}: "
+            "lower it, or set rope scaling in the model's config",
+        )
 
 
 def initial_variables(parts: Parts) -> Mapping[str, Any]:

@@ -15,7 +15,7 @@ import numpy as np
 from jaxrl.config import ConfigError
 from jaxrl.data import Source, Trajectory
 from jaxrl.losses.advantages import supervised
-from jaxrl.packing import pack
+from jaxrl.packing import misfit, pack
 from jaxrl.pipeline.setup import Parts
 from jaxrl.rollout.loading import read_jsonl
 from jaxrl.rollout.tokenizer import ChatTemplateError, Tokenizer
@@ -25,13 +25,12 @@ log = logging.getLogger(__name__)
 KEY = "sft.data"
 
 
-def warm_start(parts: Parts, state: TrainState, log_step: Callable[[int, Mapping[str, float]], None]) -> TrainState:
+def warm_start(
+    parts: Parts, traces: Sequence[Trajectory], state: TrainState, log_step: Callable[[int, Mapping[str, float]], None]
+) -> TrainState:
     """The state after `sft.steps` steps on the traces; its optimizer state and step start anew for what follows.
-
-    Raises ConfigError naming the line of a trace that cannot be used, FloatingPointError if the loss is not finite.
-    """
+    Raises FloatingPointError if the loss is not finite."""
     config = parts.config
-    traces = read_traces(parts)
     for step, chosen in zip(range(config.sft.steps), _batches(len(traces), config.sft.batch_size, config.seed), strict=False):
         rows, _ = pack(supervised([traces[i] for i in chosen]), parts.limits, config.packing.rows)
         state, metrics = parts.trainer.sft_step(state, rows)
@@ -55,16 +54,22 @@ def _batches(num_traces: int, size: int, seed: int) -> Iterator[list[int]]:
 
 
 def read_traces(parts: Parts) -> list[Trajectory]:
-    """One trajectory per completion or assistant message of the file `sft.data`."""
+    """One trajectory per completion or assistant message of the file `sft.data`. Raises ConfigError naming the file and
+    the trace that cannot be used."""
     path = Path(parts.config.sft.data)
     traces = []
     for number, row in enumerate(read_jsonl(KEY, path), 1):
+        where = f"{path}, trace {number}"
         bos = () if "messages" in row else parts.tokenizer.bos  # a chat template has its own
-        for prompt, completion in _pieces(row, parts.tokenizer, f"{path}, trace {number}"):
+        for prompt, completion in _pieces(row, parts.tokenizer, where):
             trace = _trajectory(prompt, completion, bos, parts)
-            if len(trace.ids) > parts.config.packing.row_length:
-                problem = f"{path}, trace {number} has {len(trace.ids)} tokens, a row holds {parts.config.packing.row_length}"
-                raise ConfigError(KEY, f"{problem}: raise packing.row_length or leave it out")
+            if not trace.trainable.any():
+                raise ConfigError(KEY, f"{where} has nothing to learn: give it a prompt")
+            if problem := misfit(len(trace.ids), int(trace.trainable.sum()), parts.limits):
+                raise ConfigError(KEY, f"{where}: {problem}, or leave it out")
+            if len(trace.ids) > parts.architecture.context_length:
+                have = f"{where} has {len(trace.ids)} tokens, the model's positions end at {parts.architecture.context_length}"
+                raise ConfigError(KEY, f"{have}: leave it out, or use rope scaling")
             traces.append(trace)
     if not traces:
         raise ConfigError(KEY, f"{path} holds no traces")
@@ -74,11 +79,16 @@ def read_traces(parts: Parts) -> list[Trajectory]:
 def _pieces(row: Mapping[str, Any], tokenizer: Tokenizer, where: str) -> Iterator[tuple[str, str]]:
     """(what comes before, what is learned), both as text."""
     if "messages" not in row and set(row) >= {"prompt", "completion"}:
+        for key in ("prompt", "completion"):
+            if not isinstance(row[key], str):
+                raise ConfigError(KEY, f"{where}: `{key}` is {row[key]!r}, it must be a text")
         yield row["prompt"], row["completion"]
         return
     if "messages" not in row:
         raise ConfigError(KEY, f"{where} has neither `messages` nor `prompt` and `completion`; it has: {', '.join(row)}")
     messages = row["messages"]
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise ConfigError(KEY, f'{where}: `messages` must be a list of {{"role": …, "content": …}}')
     for i, message in enumerate(messages):
         if message.get("role") != "assistant":
             continue
