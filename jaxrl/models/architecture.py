@@ -95,11 +95,11 @@ class Architecture:
         # Llama's config predates grouped queries, so leaving the key out means one key head per query head.
         kv_heads = heads if model_type == "llama" and config.get("num_key_value_heads") is None else None
         kv_heads = kv_heads or _positive(config, "num_key_value_heads")
-        head_dim = config.get("head_dim") or (128 if model_type == "qwen3" and "head_dim" not in config else hidden // heads)
+        head_dim = (config.get("head_dim") and _positive(config, "head_dim")) or (128 if model_type == "qwen3" and "head_dim" not in config else hidden // heads)
         if heads % kv_heads:
             raise UnsupportedModelError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-        if head_dim % 2:
-            raise UnsupportedModelError(f"head_dim {head_dim} is odd: rotary embedding needs pairs")
+        if head_dim % 2 or head_dim == 0:
+            raise UnsupportedModelError(f"head_dim {head_dim}: rotary embedding needs pairs, so an even number above 0")
         attention_bias = bool(config.get("attention_bias", False)) and model_type != "qwen2"
         max_positions = _positive(config, "max_position_embeddings")
         eos = config.get("eos_token_id")
@@ -114,13 +114,13 @@ class Architecture:
             head_dim=head_dim,
             rope=_rope(config, max_positions),
             max_positions=max_positions,
-            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            norm_eps=_number("rms_norm_eps", config.get("rms_norm_eps", 1e-6)),
             tie_embeddings=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=attention_bias or model_type == "qwen2",
             o_bias=attention_bias,
             mlp_bias=bool(config.get("mlp_bias", False)) and model_type == "llama",
             qk_norm=model_type == "qwen3",
-            initializer_range=float(config.get("initializer_range", 0.02)),
+            initializer_range=_number("initializer_range", config.get("initializer_range", 0.02)),
             bos_token_id=config.get("bos_token_id"),
             eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
             pad_token_id=config.get("pad_token_id"),
@@ -180,6 +180,12 @@ def _positive(config: dict[str, Any], key: str) -> int:
     return value
 
 
+def _number(key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        raise UnsupportedModelError(f"{key} must be a number ≥ 0, not {value!r}")
+    return float(value)
+
+
 def _refuse_unimplemented(config: dict[str, Any]) -> None:
     if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise UnsupportedModelError(f"hidden_act {activation!r} is not implemented: silu is")
@@ -205,6 +211,8 @@ def _refuse_unimplemented(config: dict[str, Any]) -> None:
 def _rope(config: dict[str, Any], max_positions: int) -> Rope:
     """transformers 5 writes one dict `rope_parameters`; 4 writes `rope_theta` beside a dict `rope_scaling` or null."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        raise UnsupportedModelError(f"rope_parameters or rope_scaling must be a table, not {given!r}")
     if any(isinstance(value, dict) for value in given.values()):
         raise UnsupportedModelError("rope_parameters that differ by layer type are not implemented")
     theta = given.get("rope_theta", config.get("rope_theta", 10000.0))
@@ -217,11 +225,14 @@ def _rope(config: dict[str, Any], max_positions: int) -> Rope:
     values: dict[str, Any] = {}
     for key, is_required in _ROPE_KEYS[kind].items():
         if given.get(key) is not None:
-            values[key] = given[key]
+            values[key] = given[key] if key == "truncate" else _number(key, given[key])
         elif is_required:
             raise UnsupportedModelError(f"rope type {kind!r} needs {key} in rope_parameters")
     if kind != "default":
         # The value beside the rope keys wins where both are given, as in transformers.
         original = config.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
-        values["original_context"] = original or max_positions
-    return Rope(kind=kind, theta=float(theta), **values)
+        values["original_context"] = int(_number("original_max_position_embeddings", original or max_positions))
+    theta = _number("rope_theta", theta)
+    if theta <= 1:
+        raise UnsupportedModelError(f"rope_theta must be above 1, not {theta:g}")
+    return Rope(kind=kind, theta=theta, **values)
