@@ -95,7 +95,9 @@ class Architecture:
         # Llama's config predates grouped queries, so leaving the key out means one key head per query head.
         kv_heads = heads if model_type == "llama" and config.get("num_key_value_heads") is None else None
         kv_heads = kv_heads or _positive(config, "num_key_value_heads")
-        head_dim = (config.get("head_dim") and _positive(config, "head_dim")) or (128 if model_type == "qwen3" and "head_dim" not in config else hidden // heads)
+        head_dim = (config.get("head_dim") and _positive(config, "head_dim")) or (
+            128 if model_type == "qwen3" and "head_dim" not in config else hidden // heads
+        )
         if heads % kv_heads:
             raise UnsupportedModelError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
         if head_dim % 2 or head_dim == 0:
