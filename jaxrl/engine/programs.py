@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxrl.config import LoraConfig, SamplerConfig
 from jaxrl.engine.attention import paged_attention
+from jaxrl.engine.cpu_attention import load_kernel
 from jaxrl.engine.pages import TRASH_PAGE
 from jaxrl.engine.sampling import Controls, Drawn, draw
 from jaxrl.models.architecture import Architecture
@@ -73,6 +74,9 @@ class Programs:
         self.table_width = -(-needed // self.block_pages) * self.block_pages
         self.num_tiles = max(1, config.prefill_chunk // config.page_size)
         self._model = Decoder(architecture, dtype=self.dtype, param_dtype=self.dtype, scan_layers=False)
+        self._decode_kernel = None
+        if device.platform == "cpu" and self.dtype == jnp.float32:
+            self._decode_kernel = load_kernel(architecture.num_heads // architecture.num_kv_heads, architecture.head_dim)
         self.prepare_weights = jax.jit(partial(self._prepare, lora=lora))
         self.decode = jax.jit(self._decode, donate_argnums=1)
         self.prefill = jax.jit(self._prefill, donate_argnums=1)
@@ -141,18 +145,16 @@ class Programs:
     def _hidden(self, weights, pools, tokens, position, write, tables, last_position):
         num_blocks = last_position // (self.block_pages * self.page_size) + 1
 
+        scale = self.architecture.attention_scale
+
         def attend(q, k, v, pool):
             k_pages, v_pages = write(pool[0], k), write(pool[1], v)
-            out = paged_attention(
-                q,
-                k_pages,
-                v_pages,
-                tables,
-                position,
-                num_blocks,
-                scale=self.architecture.attention_scale,
-                block_pages=self.block_pages,
-            )
+            if self._decode_kernel is not None and q.shape[1] == 1:
+                out = self._decode_kernel(q[:, 0], k_pages, v_pages, tables, position[:, 0], scale)[:, None]
+            else:
+                out = paged_attention(
+                    q, k_pages, v_pages, tables, position, num_blocks, scale=scale, block_pages=self.block_pages
+                )
             return out, (k_pages, v_pages)
 
         return self._model.apply(weights, tokens, position, attend, pools)
