@@ -122,6 +122,8 @@ class Engine:
             raise SamplerError(f"the prompt has token ids outside the model's vocabulary of {self._vocab_size}")
         if params.max_tokens < 1:
             raise SamplerError("sampling.max_tokens must be at least 1")
+        if not 0 <= params.num_continued < len(ids):
+            raise SamplerError(f"num_continued = {params.num_continued}: a prompt of {len(ids)} tokens does not have that many")
         if params.stop_strings and self._decode_text is None:
             raise SamplerError("sampling.stop needs a tokenizer: this sampler was made without one")
         stop_ids = self._eos | frozenset(params.stop_token_ids)
@@ -227,7 +229,8 @@ class Engine:
                 request.num_tokens = len(request.prompt)
                 request.num_left = num_total - len(request.prompt)
                 if request.params.stop_strings:
-                    request.stop_strings = StopStrings(request.params.stop_strings, self._decode_text)
+                    begun = request.prompt[len(request.prompt) - request.params.num_continued :]
+                    request.stop_strings = StopStrings(request.params.stop_strings, self._decode_text, begun)
                 self._queues.prefilling.append(request)
             heapq.heappop(waiting)
 

@@ -15,12 +15,10 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from jaxrl.config import LoraConfig, SamplerConfig
 from jaxrl.engine.core import Emission, Engine, Request
 from jaxrl.models.architecture import Architecture
-from jaxrl.rollout.protocol import Completion, PublishReport, SampledTokens, SamplerError, SamplerLoad, SamplingParams
+from jaxrl.rollout.protocol import Completion, PublishReport, SamplerError, SamplerLoad, SamplingParams, join
 
 
 class _Reply:
@@ -102,19 +100,26 @@ class EmbeddedSampler:
 
     # The protocol, on the caller's event loop
 
-    async def stream(
-        self, prompt_ids: Sequence[int], params: SamplingParams, priority: int = 0
-    ) -> AsyncIterator[SampledTokens]:
-        async with aclosing(self._emissions(prompt_ids, params, priority)) as emissions:
-            async for emission in emissions:
-                yield emission.tokens
+    async def stream(self, prompt_ids: Sequence[int], params: SamplingParams, priority: int = 0) -> AsyncIterator[Completion]:
+        sink = _Sink()
+        request = self._engine.make_request(prompt_ids, params, priority, sink)
+        self._send(_Submit(request))
+        is_over = False
+        try:
+            while not is_over:
+                item = await sink.items.get()
+                is_over = isinstance(item, SamplerError) or item.finish_reason is not None
+                if isinstance(item, SamplerError):
+                    raise item
+                yield Completion(item.tokens, item.finish_reason)
+        finally:
+            if not is_over:
+                self._inbox.put(_Cancel(request))
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, priority: int = 0) -> Completion:
-        async with aclosing(self._emissions(prompt_ids, params, priority)) as emissions:
-            parts = [emission async for emission in emissions]
-        fields = ("ids", "policy_logp", "behaviour_logp", "version", "source")
-        tokens = SampledTokens(*(np.concatenate([getattr(part.tokens, name) for part in parts]) for name in fields))
-        return Completion(tokens, parts[-1].finish_reason)
+        async with aclosing(self.stream(prompt_ids, params, priority)) as stream:
+            parts = [part async for part in stream]
+        return Completion(join([part.tokens for part in parts]), parts[-1].finish_reason)
 
     async def publish(self, weights: Any, version: int, in_flight: bool) -> PublishReport:
         """As the protocol has it. Raises SamplerError naming a tensor that does not fit; the old weights then stay."""
@@ -137,22 +142,6 @@ class EmbeddedSampler:
         """Stops the engine; whatever still waits for it raises SamplerError."""
         self._inbox.put(_Close())
         await asyncio.to_thread(self._thread.join)
-
-    async def _emissions(self, prompt_ids, params, priority) -> AsyncIterator[Emission]:
-        sink = _Sink()
-        request = self._engine.make_request(prompt_ids, params, priority, sink)
-        self._send(_Submit(request))
-        is_over = False
-        try:
-            while not is_over:
-                item = await sink.items.get()
-                is_over = isinstance(item, SamplerError) or item.finish_reason is not None
-                if isinstance(item, SamplerError):
-                    raise item
-                yield item
-        finally:
-            if not is_over:
-                self._inbox.put(_Cancel(request))
 
     def _send(self, command: Any) -> None:
         with self._failing:

@@ -8,11 +8,13 @@ MARGIN = 16  # characters kept before a possible match, so that cutting a charac
 class StopStrings:
     """Watches one generation's tokens. Decoding is limited to a window that still holds any match that may yet complete."""
 
-    def __init__(self, strings: Sequence[str], decode: Callable[[list[int]], str]):
+    def __init__(self, strings: Sequence[str], decode: Callable[[list[int]], str], begun: Sequence[int] = ()):
+        """begun: tokens the generation has already, without a match."""
         self._strings = tuple(strings)
         self._decode = decode
         self._keep = max(len(s) for s in strings) + MARGIN
-        self._window: list[int] = []
+        self._window = list(begun)
+        self._shorten()
 
     def feed(self, ids: Sequence[int]) -> int | None:
         """Index in `ids` of the token that completes a stop string, or None. Not to be fed after a match."""

@@ -1,6 +1,12 @@
-"""Runs the episodes of groups. A finished episode is on disk before anything else learns of it."""
+"""Runs the episodes of groups. A finished episode is on disk before anything else learns of it, and what running
+episodes have sampled follows within a second.
+
+Both go into one write: what is on disk is always a state in which the run was, and a kill never keeps an answer
+that ended while it drops the same moment's tokens of one that had not.
+"""
 
 import asyncio
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,35 +15,81 @@ from jaxrl.data import Episode, Group
 from jaxrl.packing import RowLimits
 from jaxrl.pipeline.batch import refuse_too_long
 from jaxrl.pipeline.data_order import task_of
-from jaxrl.pipeline.journal import Journal
+from jaxrl.pipeline.journal import Journal, Partial
+from jaxrl.rollout.chat import CallKey
 from jaxrl.rollout.episodes import EpisodeRunner, sampling_params
+from jaxrl.rollout.partial import CallRecord, Increment, Recorder, merge
+
+PARTIAL_SECONDS = 1.0  # what a kill may take from a running episode
+PARTIAL_TOKENS = 1 << 18  # a few megabytes in memory
 
 
 class JournalWriter:
-    """Appends episodes from the event loop: those that finish while one fsync runs share the next."""
+    """Appends from the event loop: what comes while one fsync runs shares the next."""
 
     def __init__(self, journal: Journal):
         self._journal = journal
         self._waiting: list[tuple[Group, asyncio.Future]] = []
+        self._partial: dict[tuple[int, int], list[Increment]] = {}  # by group and episode
+        self._num_tokens = 0  # in _partial
+        self._is_due = False  # to be written, whether an episode finishes or not
+        self._timer: asyncio.TimerHandle | None = None
         self._busy: asyncio.Task | None = None
+        self._error: Exception | None = None
 
     async def append(self, group: Group) -> None:
         """Returns when it is on disk. Raises JournalError if the disk refuses."""
         written = asyncio.get_running_loop().create_future()
         self._waiting.append((group, written))
-        if self._busy is None or self._busy.done():
-            self._busy = asyncio.create_task(self._write())
+        self._start()
         await written
 
+    def add(self, group: int, episode: int, increment: Increment) -> None:
+        """More tokens of a running episode, on disk within PARTIAL_SECONDS. Raises what the disk said to earlier ones."""
+        if self._error is not None:
+            raise self._error
+        self._partial.setdefault((group, episode), []).append(increment)
+        self._num_tokens += len(increment.tokens.ids)
+        if self._num_tokens >= PARTIAL_TOKENS:
+            self._flush()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(PARTIAL_SECONDS, self._flush)
+
+    async def close(self) -> None:
+        """Writes what was added. Raises JournalError if the disk refuses."""
+        self._flush()
+        await self._busy
+        if self._error is not None:
+            raise self._error
+
+    def _flush(self) -> None:
+        self._is_due = True
+        self._start()
+
+    def _start(self) -> None:
+        if self._busy is None or self._busy.done():
+            self._busy = asyncio.create_task(self._write())
+
     async def _write(self) -> None:
-        while self._waiting:
+        while self._waiting or self._is_due:
             batch, self._waiting = self._waiting, []
+            groups = [group for group, _ in batch]
+            partials = self._take_partials({(group.index, e.index) for group in groups for e in group.episodes})
             try:
-                await asyncio.to_thread(self._journal.append, *(group for group, _ in batch))
+                await asyncio.to_thread(self._journal.append, *groups, partials=partials)
             except Exception as error:  # those who wait raise it
+                self._error = error
                 _settle(batch, error)
             else:
                 _settle(batch, None)
+
+    def _take_partials(self, finished: set[tuple[int, int]]) -> list[Partial]:
+        partials = [Partial(*place, tuple(merge(parts))) for place, parts in self._partial.items() if place not in finished]
+        self._partial, self._num_tokens, self._is_due = {}, 0, False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        return partials
 
 
 def _settle(batch: Sequence[tuple[Group, asyncio.Future]], error: Exception | None) -> None:
@@ -52,11 +104,12 @@ async def run_group(
     runner: EpisodeRunner,
     journal: JournalWriter,
     recorded: Sequence[Episode],
+    partial: Mapping[int, Mapping[CallKey, CallRecord]],
     config: Config,
     limits: RowLimits,
 ) -> Group:
-    """The group at data position `index`. Episodes that `recorded` holds are taken from there, the others run; the
-    oldest groups have the sampler first. Cancelling it cancels its episodes."""
+    """The group at data position `index`. Episodes that `recorded` holds are taken from there, the others run, from what
+    `partial` has of them by episode; the oldest groups have the sampler first. Cancelling it cancels its episodes."""
     task_index = task_of(index, len(tasks), config.seed)
     params = sampling_params(config, evaluation=False)
     known = {episode.index: episode for episode in recorded}
@@ -64,7 +117,12 @@ async def run_group(
     async def one(k: int) -> Episode:
         if k in known:
             return known[k]
-        episode = await runner.run(tasks[task_index], params, task_index=task_index, group=index, index=k, priority=index)
+        recorder = None
+        if config.pipeline.mode != "sync":  # there a restart repeats every bit, and a continuation would not
+            recorder = Recorder(partial.get(k, {}), functools.partial(journal.add, index, k))
+        episode = await runner.run(
+            tasks[task_index], params, task_index=task_index, group=index, index=k, priority=index, recorder=recorder
+        )
         episode = refuse_too_long(episode, limits)
         await journal.append(Group(index, task_index, (episode,)))
         return episode

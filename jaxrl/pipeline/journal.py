@@ -1,12 +1,12 @@
-"""Finished episodes, on disk before anything else happens to them.
+"""Finished episodes, on disk before anything else happens to them, and what the others have sampled so far.
 
 A folder of append-only segments. A record is its length, its CRC-32 and a MessagePack array whose first
 item is the record's kind; it counts once it is whole. Every append is fsynced. A segment is deleted once a
-checkpoint stands for all its groups, so the journal holds little more than what was sampled since.
+checkpoint stands for all its groups, parts of episodes that have finished aside: the journal holds little more than what
+was sampled since.
 
-Kinds: "episodes", the finished episodes of a group. A reader leaves out kinds it does not know, which is
-the room for partial rollouts: today a generation that was running when the process died starts again. Its
-randomness follows from the run's seed and its place, so under the same weights it draws the same tokens.
+Kinds: "episodes", the finished episodes of a group; "partial", more tokens of an episode that runs. A reader leaves out
+kinds it does not know.
 """
 
 import dataclasses
@@ -15,7 +15,8 @@ import os
 import struct
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ import msgpack
 import numpy as np
 
 from jaxrl.data import Episode, Group, Trajectory
+from jaxrl.rollout.chat import CallKey
+from jaxrl.rollout.partial import CallRecord, Increment, calls_of
+from jaxrl.rollout.protocol import SampledTokens
 
 log = logging.getLogger(__name__)
 
@@ -36,22 +40,49 @@ class JournalError(Exception):
     """The journal cannot be written or read; the message names the file and the fix."""
 
 
+@dataclass(frozen=True)
+class Partial:
+    """What an episode that runs has sampled since it was last recorded."""
+
+    group: int
+    episode: int
+    increments: tuple[Increment, ...]
+
+
+@dataclass
+class _Segment:
+    """The (group, episode) pairs with a record in it."""
+
+    finished: set[tuple[int, int]] = field(default_factory=set)
+    partial: set[tuple[int, int]] = field(default_factory=set)
+
+    def add(self, record: Group | Partial) -> None:
+        if isinstance(record, Partial):
+            self.partial.add((record.group, record.episode))
+        else:
+            self.finished.update((record.index, episode.index) for episode in record.episodes)
+
+
 class Journal:
     """Use `open_journal`. Methods may be called from any thread."""
 
-    def __init__(self, folder: Path, segments: dict[int, set[int]], number: int):
+    def __init__(self, folder: Path, segments: dict[int, _Segment], number: int):
         self._folder = folder
-        self._segments = segments  # number of a segment -> groups with episodes in it; the last is the open one
+        self._segments = segments  # by number; the last is the open one
         self._number = number
         self._lock = threading.Lock()
         self._file = _create(self._path(number))
-        self._segments[number] = set()
+        self._segments[number] = _Segment()
 
-    def append(self, *groups: Group) -> None:
+    def append(self, *groups: Group, partials: Sequence[Partial] = ()) -> None:
         """Records finished episodes: those of whole groups, or single ones as they finish, in several
-        calls. One fsync a call, some milliseconds: on disk when it returns. Raises JournalError if the
-        disk refuses, and then the journal is as before the call."""
-        bodies = [msgpack.packb(["episodes", _pack(group)]) for group in groups]
+        calls; and what running ones have sampled. One fsync a call, some milliseconds: on disk when it
+        returns. Raises JournalError if the disk refuses, and then the journal is as before the call."""
+        records = [*groups, *partials]
+        if not records:
+            return
+        kinds = ["partial" if isinstance(record, Partial) else "episodes" for record in records]
+        bodies = [msgpack.packb([kind, _pack(record)]) for kind, record in zip(kinds, records, strict=True)]
         data = b"".join(_HEADER.pack(len(body), zlib.crc32(body)) + body for body in bodies)
         with self._lock:
             end = self._file.seek(0, os.SEEK_END)
@@ -61,14 +92,15 @@ class Journal:
                 self._file.truncate(end)  # half a record would hide those after it
                 problem = f"cannot write to {self._folder}: {error.strerror}; free space there or fix its permissions"
                 raise JournalError(problem) from error
-            self._segments[self._number].update(group.index for group in groups)
+            for record in records:
+                self._segments[self._number].add(record)
 
     def replay(self, wanted: Callable[[int], bool] = lambda index: True) -> Iterator[Group]:
         """The recorded groups whose index is wanted, by index, with their episodes by index; an episode
         recorded twice comes once, as it was first. A group may lack episodes that never finished."""
         found: dict[int, Group] = {}
         for number in sorted(self._segments):
-            for group in _groups(self._path(number)):
+            for group in _read(self._path(number), "episodes"):
                 if wanted(group.index):
                     known = found.get(group.index)
                     found[group.index] = group if known is None else _merge(known, group)
@@ -76,17 +108,36 @@ class Journal:
             episodes = tuple(sorted(found[index].episodes, key=lambda e: e.index))
             yield dataclasses.replace(found[index], episodes=episodes)
 
+    def partials(self, wanted: Callable[[int], bool] = lambda index: True) -> dict[int, dict[int, dict[CallKey, CallRecord]]]:
+        """By group that is wanted and episode: the calls of those that have sampled something and not finished."""
+        finished = self._finished()
+        found: dict[int, dict[int, list[Increment]]] = {}
+        for number in sorted(self._segments):
+            for part in _read(self._path(number), "partial"):
+                if wanted(part.group) and (part.group, part.episode) not in finished:
+                    found.setdefault(part.group, {}).setdefault(part.episode, []).extend(part.increments)
+        return {
+            group: {episode: calls_of(increments) for episode, increments in episodes.items()}
+            for group, episodes in found.items()
+        }
+
+    def _finished(self) -> set[tuple[int, int]]:
+        return set().union(*(segment.finished for segment in self._segments.values()))
+
     def forget(self, is_done: Callable[[int], bool]) -> None:
         """Call when a checkpoint is complete: `is_done(index)` tells whether it stands for the group (trained
-        on, or dropped). Segments with nothing else are deleted, and a new one is begun."""
+        on, or dropped). Segments with nothing else, but for earlier parts of episodes that have finished, are
+        deleted, and a new one is begun."""
         with self._lock:
-            if self._segments[self._number]:
+            open_segment, finished = self._segments[self._number], self._finished()
+            if open_segment.finished or open_segment.partial:
                 self._file.close()
                 self._number += 1
                 self._file = _create(self._path(self._number))
-                self._segments[self._number] = set()
-            for number, groups in list(self._segments.items()):
-                if number != self._number and all(map(is_done, groups)):
+                self._segments[self._number] = _Segment()
+            for number, segment in list(self._segments.items()):
+                needed = segment.finished | (segment.partial - finished)
+                if number != self._number and all(is_done(group) for group, _ in needed):
                     self._path(number).unlink()
                     del self._segments[number]
 
@@ -131,20 +182,24 @@ def _write(file: FileIO, data: bytes) -> None:
     os.fsync(file.fileno())
 
 
-def _repair(path: Path) -> set[int]:
-    """Cuts what follows the last whole record. Returns the groups of the segment."""
-    end = max((end for _, _, end in _records(path)), default=len(_MAGIC))
+def _repair(path: Path) -> _Segment:
+    """Cuts what follows the last whole record. Returns what the segment has."""
+    segment, end = _Segment(), len(_MAGIC)
+    for kind, content, end in _records(path):  # noqa: B007
+        if kind in _KINDS:
+            segment.add(_KINDS[kind](content))
     size = path.stat().st_size
     if end < size:
         log.warning("%s: %d bytes of a record that was never finished are cut", path, size - end)
         os.truncate(path, end)
-    return {group.index for group in _groups(path)}
+    return segment
 
 
-def _groups(path: Path) -> Iterator[Group]:
+def _read(path: Path, wanted: str) -> Iterator[Any]:
+    """The records of one kind."""
     for kind, content, _ in _records(path):
-        if kind == "episodes":
-            yield _unpack(content)
+        if kind == wanted:
+            yield _KINDS[kind](content)
 
 
 def _records(path: Path) -> Iterator[tuple[str, Any, int]]:
@@ -182,8 +237,18 @@ def _pack(value: Any) -> Any:
     return value
 
 
-def _unpack(group: dict[str, Any]) -> Group:
+def _unpack_group(group: dict[str, Any]) -> Group:
     return Group(**group | {"episodes": tuple(map(_unpack_episode, group["episodes"]))})
+
+
+def _unpack_partial(partial: dict[str, Any]) -> Partial:
+    return Partial(**partial | {"increments": tuple(map(_unpack_increment, partial["increments"]))})
+
+
+def _unpack_increment(increment: dict[str, Any]) -> Increment:
+    path, number = increment["key"]
+    tokens = SampledTokens(**{name: _unpack_array(column) for name, column in increment["tokens"].items()})
+    return Increment(**increment | {"key": (tuple(path), number), "tokens": tokens})
 
 
 def _unpack_episode(episode: dict[str, Any]) -> Episode:
@@ -199,4 +264,12 @@ def _unpack_episode(episode: dict[str, Any]) -> Episode:
 
 def _unpack_trajectory(trajectory: dict[str, Any]) -> Trajectory:
     arrays = {f.name for f in dataclasses.fields(Trajectory) if f.type is np.ndarray}
-    return Trajectory(**{k: np.frombuffer(v[1], v[0]).copy() if k in arrays else v for k, v in trajectory.items()})
+    return Trajectory(**{k: _unpack_array(v) if k in arrays else v for k, v in trajectory.items()})
+
+
+def _unpack_array(packed: list) -> np.ndarray:
+    dtype, data = packed
+    return np.frombuffer(data, dtype).copy()
+
+
+_KINDS: dict[str, Callable[[dict[str, Any]], Group | Partial]] = {"episodes": _unpack_group, "partial": _unpack_partial}

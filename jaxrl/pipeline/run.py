@@ -32,6 +32,7 @@ from jaxrl.pipeline.run_folder import lock, open_run
 from jaxrl.pipeline.setup import ENVIRONMENTS, Parts, build, initial_variables
 from jaxrl.pipeline.training import Trained, train
 from jaxrl.pipeline.warm_start import read_traces, warm_start
+from jaxrl.rollout.checked import CheckedSampler
 from jaxrl.rollout.episodes import EpisodeRunner, length_limit
 from jaxrl.rollout.protocol import Sampler, SamplerError
 from jaxrl.trainer.state import TrainState
@@ -87,6 +88,7 @@ async def _run_in(folder: Path, parts: Parts, make_sampler: MakeSampler, events:
         step = int(state.step)
         state, _ = await on_trainer(parts.trainer.train_step, state, [refused_batch(parts.limits, config.packing.rows)])
         sampler = make_sampler(config, parts.architecture, parts.trainer.variables(state), step, parts.tokenizer, parts.eos_ids)
+        sampler = CheckedSampler(sampler, step)
         runner = EpisodeRunner(
             config.env,
             sampler,
@@ -204,6 +206,7 @@ class _Shell:
         live = set(self.controller.returning)
         replayed = journal.replay(lambda i: i in live or i >= self.controller.next_index)
         self.recorded = {group.index: group.episodes for group in replayed}
+        self.partial = journal.partials(lambda i: i in live or i >= self.controller.next_index)
         self.writer = JournalWriter(journal)
         self.finished: dict[int, Group] = {}  # waiting to be trained on, or being trained on
         self.recent: list[Group] = []  # finished since the last step
@@ -220,6 +223,7 @@ class _Shell:
             for task in self.tasks:
                 task.cancel()
             await asyncio.gather(*self.tasks, return_exceptions=True)
+            await self.writer.close()
 
     async def _loop(self) -> dict[str, Any]:
         event: c.Event | Exception = c.Tick()
@@ -279,9 +283,9 @@ class _Shell:
         self.events.put_nowait(c.Broken(f"{type(error).__name__}: {error}") if is_outside else error)
 
     async def _run_group(self, index: int) -> c.Event:
-        recorded = self.recorded.pop(index, ())
+        recorded, partial = self.recorded.pop(index, ()), self.partial.pop(index, {})
         tasks = self.parts.environment.train
-        group = await run_group(index, tasks, self.runner, self.writer, recorded, self.config, self.parts.limits)
+        group = await run_group(index, tasks, self.runner, self.writer, recorded, partial, self.config, self.parts.limits)
         errors = [e.error for e in group.episodes if e.error is not None]
         self.recent.append(group)
         if len(errors) == len(group.episodes):

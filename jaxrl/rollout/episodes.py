@@ -18,7 +18,8 @@ import numpy as np
 from jaxrl.config import Config, EnvConfig
 from jaxrl.data import Episode, Source, Trajectory
 from jaxrl.rollout.chat import Call, CallKey, LengthLimit
-from jaxrl.rollout.protocol import Completion, SampledTokens, Sampler, SamplerError, SamplingParams
+from jaxrl.rollout.partial import Recorder
+from jaxrl.rollout.protocol import Completion, Sampler, SamplingParams
 from jaxrl.rollout.workers import Workers, WorkerSettings
 
 FAILURES = ("raised", "timeout", "hung", "too_long")
@@ -94,10 +95,12 @@ class EpisodeRunner:
         index: int,
         stream: str = "train",
         priority: int = 0,
+        recorder: Recorder | None = None,
     ) -> Episode:
         """One episode: number `index` of `group`, on `task` (row task_index). `params.seed` is set for every call from the
-        run's seed, `stream` (so that an evaluation draws other numbers than training), group, index and call. Cancelling
-        this cancels the episode and its generations. Raises SamplerError and ConfigError; a failed episode is returned."""
+        run's seed, `stream` (so that an evaluation draws other numbers than training), group, index and call. A recorder keeps
+        what is sampled as it comes, and continues what an earlier start has kept. Cancelling this cancels the episode
+        and its generations. Raises SamplerError and ConfigError; a failed episode is returned."""
 
         async def generate(call: Call) -> Completion:
             call_params = replace(
@@ -107,9 +110,9 @@ class EpisodeRunner:
                 stop_strings=tuple(dict.fromkeys([*params.stop_strings, *call.stop])),
                 seed=call_seed(self._seed, stream, group, index, call.key),
             )
-            completion = await self._sampler.generate(call.prompt_ids, call_params, priority)
-            _check_tokens(completion.tokens)
-            return completion
+            if recorder is None:
+                return await self._sampler.generate(call.prompt_ids, call_params, priority)
+            return await recorder.generate(self._sampler, call.key, call.prompt_ids, call_params, priority)
 
         async with self._slots:
             job, done = await self.workers.run(task, params.max_tokens, generate)
@@ -121,25 +124,9 @@ class EpisodeRunner:
         temperature = params.temperature or 1.0  # greedy log-probs are those at temperature 1
         trajectories = tuple(_trajectory(pieces, answers, turns, temperature) for pieces in done["lines"])
         chat = {"chat/calls": done["num_calls"], "chat/rewrites": done["num_rewrites"], "chat/truncated": done["num_truncated"]}
-        metrics = {**{name: float(count) for name, count in chat.items()}, **done["metrics"]}
+        kept = {} if recorder is None else recorder.metrics()
+        metrics = {**{name: float(count) for name, count in chat.items()}, **kept, **done["metrics"]}
         return Episode(task_index, index, trajectories, done["reward"], tuple(done["step_rewards"]), metrics, messages=messages)
-
-
-def _check_tokens(tokens: SampledTokens) -> None:
-    """Raises SamplerError if a token lacks a log-prob or a version."""
-    columns = {
-        "policy_logp": tokens.policy_logp,
-        "behaviour_logp": tokens.behaviour_logp,
-        "version": tokens.version,
-        "source": tokens.source,
-    }
-    for name, column in columns.items():
-        if len(column) != len(tokens.ids):
-            raise SamplerError(f"the sampler sent {len(tokens.ids)} tokens with {len(column)} values of {name}")
-        if not np.isfinite(column).all():
-            raise SamplerError(f"the sampler sent a token whose {name} is not finite")
-    if len(tokens.ids) and np.min(tokens.version) < 0:
-        raise SamplerError("the sampler sent a token without a policy version")
 
 
 def _trajectory(

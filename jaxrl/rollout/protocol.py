@@ -5,7 +5,7 @@ see nothing else of them.
 """
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,6 +27,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()  # generation ends after the token that completes one
     seed: int = 0  # 32 bits
+    num_continued: int = 0  # last tokens of the prompt that are the completion's own beginning: a stop string may start there
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,17 @@ class SampledTokens:
     source: np.ndarray  # uint8, data.Source
 
 
+def join(parts: Sequence[SampledTokens]) -> SampledTokens:
+    """Runs of tokens, at least one, as one run."""
+    return SampledTokens(*(np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(SampledTokens)))
+
+
 @dataclass(frozen=True)
 class Completion:
+    """What was sampled behind a prompt; from a stream, a part of it."""
+
     tokens: SampledTokens
-    finish_reason: str  # "stop" (token or string), "length", "cancelled"
+    finish_reason: str | None  # "stop" (token or string), "length"; None: more follows in the stream
 
 
 @dataclass(frozen=True)
@@ -63,9 +71,9 @@ class SamplerLoad:
 
 
 class Sampler(Protocol):
-    def stream(self, prompt_ids: Sequence[int], params: SamplingParams, priority: int = 0) -> AsyncIterator[SampledTokens]:
-        """Yields tokens as they are sampled; closing the iterator cancels the generation. Lower
-        priority numbers run first. Raises SamplerError if the prompt cannot fit."""
+    def stream(self, prompt_ids: Sequence[int], params: SamplingParams, priority: int = 0) -> AsyncIterator[Completion]:
+        """Yields tokens as they are sampled, at least one at a time, the last with the finish reason; closing the
+        iterator cancels the generation. Lower priority numbers run first. Raises SamplerError if the prompt cannot fit."""
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, priority: int = 0) -> Completion:
         """The whole completion. Raises SamplerError if the sampler fails."""

@@ -10,7 +10,7 @@ from engine_model import ARCHITECTURE, logps_of, random_variables
 
 from jaxrl.config import SamplerConfig
 from jaxrl.engine import EmbeddedSampler
-from jaxrl.rollout.protocol import SamplerError, SamplingParams
+from jaxrl.rollout.protocol import SamplerError, SamplingParams, join
 
 CONFIG = SamplerConfig(slots=4, max_length=96, page_size=8, prefill_chunk=32)
 ENDLESS = SamplerConfig(slots=4, max_length=8192, page_size=64, prefill_chunk=64)  # longer than any of these tests
@@ -46,9 +46,11 @@ def test_streams_and_completions_are_the_same_tokens(variables):
     whole, streamed = with_sampler(variables, scenario)
     for completion, parts in zip(whole, streamed, strict=True):
         assert completion.finish_reason == "length" and len(completion.tokens.ids) == 20
-        assert len(parts) > 1
+        assert len(parts) > 1 and [part.finish_reason for part in parts[:-1]] == [None] * (len(parts) - 1)
+        assert parts[-1].finish_reason == "length"
+        together = join([part.tokens for part in parts])
         for name in ("ids", "policy_logp", "behaviour_logp", "version", "source"):
-            assert np.concatenate([getattr(p, name) for p in parts]).tolist() == getattr(completion.tokens, name).tolist()
+            assert getattr(together, name).tolist() == getattr(completion.tokens, name).tolist()
 
 
 def test_closing_a_stream_frees_its_slot_and_pages(variables):
@@ -82,7 +84,7 @@ def test_publish_in_flight_continues_what_runs(variables):
         assert report.num_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(new))
         jax.tree.map(lambda leaf: leaf.delete(), new)
         parts += [part async for part in stream]
-        version = np.concatenate([part.version for part in parts])
+        version = join([part.tokens for part in parts]).version
         assert len(version) == 1000 and version[0] == 0 and version[-1] == 1 and (np.diff(version) >= 0).all()
 
     with_sampler(variables, scenario, ENDLESS)
@@ -97,7 +99,7 @@ def test_publish_waits_until_none_runs_and_holds_new_requests_back(variables):
         publish = asyncio.create_task(sampler.publish(new, 1, in_flight=False))
         await asyncio.sleep(0)
         late = asyncio.create_task(sampler.generate([1, 2, 3], SamplingParams(4)))
-        version = np.concatenate([part.version async for part in stream])
+        version = np.concatenate([part.tokens.version async for part in stream])
         assert (version == 0).all()
         assert (await publish).num_continued == 0
         completion = await late

@@ -149,7 +149,7 @@ def test_records_of_an_unknown_kind_are_left_out_and_kept(tmp_path):
     journal.append(Group(0, 3, (episode(0, 1),)))
     journal.close()
     (path,) = segments(tmp_path)
-    body = msgpack.packb(["partial", {"ids": b"abc"}])
+    body = msgpack.packb(["replay", {"ids": b"abc"}])
     with open(path, "ab") as file:
         file.write(struct.pack("<II", len(body), zlib.crc32(body)) + body)
     size = path.stat().st_size
