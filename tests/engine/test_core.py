@@ -1,5 +1,7 @@
 """The engine, step by step, against full forwards of the model."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -191,6 +193,36 @@ def test_stop_tokens_and_strings_end_a_generation_and_are_kept(variables):
     assert log.ids(request) == ids[:25] and log.reasons[request] == "stop"
 
 
+def test_a_generation_continued_from_its_first_tokens_is_the_uncut_one(variables):
+    rng = np.random.default_rng(6)
+    cuts = [1, 7, 8, 9, 23, 31]  # of 32; the prompt of 13 tokens makes 8 and 24 pages with 3 and 11 of them
+
+    def decode(ids):
+        return "".join(f"{i:03d}" for i in ids)
+
+    prompts = [rng.integers(0, VOCAB, 13).tolist() for _ in cuts]
+    kinds = ({}, {"top_p": 0.9, "temperature": 0.9}, {"top_k": 50})
+    whole = [SamplingParams(32, seed=i, **kinds[i % 3]) for i in range(len(cuts))]
+    engine = make_engine(variables, decode=decode)
+    requests, log = run(engine, prompts, whole)
+    # The text of the last token before the cut, the next and the one after: a match that no side of the cut has alone.
+    strings = [(decode(log.ids(r)[cut - 1 : cut + 2])[2:7],) for r, cut in zip(requests, cuts, strict=True)]
+    stops = [dataclasses.replace(params, stop_strings=s) for params, s in zip(whole, strings, strict=True)]
+    for params, ends in ((whole, False), (stops, True)):
+        uncut, uncut_log = run(engine, prompts, params)
+        continued, continued_log = run(
+            engine,
+            [[*prompt, *uncut_log.ids(r)[:cut]] for prompt, r, cut in zip(prompts, uncut, cuts, strict=True)],
+            [dataclasses.replace(how, max_tokens=32 - cut, num_continued=cut) for how, cut in zip(params, cuts, strict=True)],
+        )
+        for a, b, cut in zip(uncut, continued, cuts, strict=True):
+            assert continued_log.ids(b) == uncut_log.ids(a)[cut:]
+            for name in ("policy_logp", "behaviour_logp"):
+                np.testing.assert_allclose(continued_log.field(b, name), uncut_log.field(a, name)[cut:], atol=1e-5)
+            assert continued_log.reasons[b] == uncut_log.reasons[a]
+        assert {uncut_log.reasons[r] for r in uncut} == ({"stop"} if ends else {"length"})
+
+
 def test_a_generation_ends_at_max_length(variables):
     (request,), log = run(make_engine(variables), [list(range(90))], SamplingParams(50))
     assert len(log.ids(request)) == 6 and log.reasons[request] == "length"
@@ -203,6 +235,7 @@ def test_a_generation_ends_at_max_length(variables):
         ([1] * 96, SamplingParams(4), "sampler.max_length = 96"),
         ([VOCAB], SamplingParams(4), "vocabulary of 200"),
         ([1], SamplingParams(4, stop_strings=("x",)), "tokenizer"),
+        ([1], SamplingParams(4, num_continued=1), "num_continued = 1"),
         ([1], SamplingParams(0), "max_tokens"),
     ],
 )
