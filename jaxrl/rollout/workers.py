@@ -1,8 +1,9 @@
 """The environment workers, seen from the trainer: who runs which episode, and what happens when one blocks or dies.
 
-A worker that blocks is killed, and the episode on its CPU pays for it. Its other episodes start again on a fresh worker,
-where the calls that were answered already get the same answers, and the ones still being generated go on: nothing is sampled
-twice. Nothing here waits for a worker: frames are written into a buffer and read as they come.
+A worker that blocks is first left alone with the episode on its CPU: its other episodes start again on a fresh worker, where
+the calls that were answered already get the same answers, and the ones still being generated go on: nothing is sampled
+twice. If it goes on blocking it is killed, and that episode pays for it. Nothing here waits for a worker: frames are written
+into a buffer and read as they come.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import time
 from array import array
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,14 @@ from jaxrl.rollout.protocol import Completion
 from jaxrl.rollout.wire import NOBODY, Pulse, encode_frame, read_frame
 
 WATCH_SECONDS = 0.1
-# A step that does not await holds up every other episode of its worker: half a minute is for the heaviest of checks.
-BLOCKED_SECONDS = 30.0
+# A step that does not await holds up every other episode of its worker: after some seconds these are worth a new start.
+HELD_UP_SECONDS = 5.0
+MOST_ALONE = 4  # workers that are left alone with an episode at once: each may keep a core busy
+BLOCKED_SECONDS = 30.0  # half a minute is for the heaviest of checks
+# The run ends when episodes of so many tasks blocked without any other coming to an end in between, or so many episodes if
+# none ever came to one: one bad task, even with all its episodes, is no reason.
+BLOCKED_TASKS = 8
+BLOCKED_FROM_THE_START = 16
 # A loop that does not turn although no episode is on the CPU (a thread that keeps the interpreter) stops for longer reasons.
 SILENT_SECONDS = 60.0
 STARTUP_SECONDS = 600.0  # to build the environment: large data sets take minutes
@@ -89,6 +96,11 @@ def fingerprint(call: Call) -> bytes:
     return hashlib.blake2b(array("i", call.prompt_ids).tobytes() + rest, digest_size=16).digest()
 
 
+def _name(task: Mapping[str, Any]) -> str:
+    """What tells a task row from others."""
+    return json.dumps(task, sort_keys=True)
+
+
 class _Process:
     """One worker process with its pipe and its pulse."""
 
@@ -115,6 +127,7 @@ class _Process:
         self.jobs: dict[int, Job] = {}
         self.ready = False
         self.lost = False
+        self.alone = False  # with one episode: it gets no other, and ends with it
         self.reader: asyncio.StreamReader | None = None
         self.writer: asyncio.StreamWriter | None = None
         self.reading: asyncio.Task | None = None
@@ -139,6 +152,10 @@ class Workers:
         self.startup_seconds = 0.0  # of the slowest of the first workers
         self.num_killed = 0
         self._blocked_seconds = min(settings.env.timeout_seconds, BLOCKED_SECONDS)
+        self._held_up_seconds = min(HELD_UP_SECONDS, self._blocked_seconds / 2)
+        self._num_ended = 0  # episodes that did not block
+        self._blocked: list[str] = []  # tasks of the episodes that blocked since the last one that did not
+        self._suspects: set[str] = set()  # tasks that blocked before: others start before them
         self._processes: list[_Process] = []
         self._tasks: set[asyncio.Task] = set()
         self._next_job = 0
@@ -165,14 +182,14 @@ class Workers:
             raise self._broken
         job = Job(self._next_job, task, max_tokens, generate, asyncio.get_running_loop().create_future())
         self._next_job += 1
-        process = min(self._processes, key=lambda p: len(p.jobs))
-        self._assign(job, process)
+        self._assign(job, self._least_busy())
         try:
             return job, await job.result
         finally:
-            for p in self._processes:
+            for p in list(self._processes):
                 if p.jobs.pop(job.number, None):  # it is not over there
                     p.send({"type": "cancel", "job": job.number})
+                    self._dismiss(p)
             for _, answer in job.calls.values():
                 answer.cancel()
 
@@ -222,6 +239,9 @@ class Workers:
         task.add_done_callback(ended)
         return task
 
+    def _least_busy(self) -> _Process:
+        return min((p for p in self._processes if not p.alone), key=lambda p: len(p.jobs))
+
     def _assign(self, job: Job, process: _Process) -> None:
         try:
             process.send({"type": "start", "job": job.number, "task": job.task, "max_tokens": job.max_tokens})
@@ -249,7 +269,10 @@ class Workers:
                 case "done":
                     job = process.jobs.pop(message["job"], None)
                     if job is not None:
+                        self._num_ended += 1
+                        self._blocked.clear()
                         job.settle(message)
+                        self._dismiss(process)
         if not process.lost and not self._closed:
             await self._lose(process, process.pulse.read().job, "raised", "its worker process died")
 
@@ -272,7 +295,9 @@ class Workers:
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             now = time.monotonic()
-            for process in [p for p in self._processes if not p.lost]:
+            for process in list(self._processes):
+                if process.lost:
+                    continue
                 beat = process.pulse.read()
                 if not process.ready:
                     if now - process.started > STARTUP_SECONDS:
@@ -286,31 +311,76 @@ class Workers:
                         "hung",
                         f"blocked its worker for {self._blocked_seconds:g} s without awaiting: long computations belong into asyncio.to_thread or a subprocess",
                     )
+                elif beat.job != NOBODY and now - beat.since > self._held_up_seconds:
+                    await self._leave_alone(process, beat.job)
                 elif beat.job == NOBODY and now - beat.alive > SILENT_SECONDS:
                     await self._lose(process, NOBODY, "hung", f"its worker was silent for {SILENT_SECONDS:g} s")
+
+    async def _leave_alone(self, process: _Process, number: int) -> None:
+        """Moves the episodes that `number` holds up to a fresh worker."""
+        if process.alone or len(process.jobs) < 2 or sum(p.alone for p in self._processes) >= MOST_ALONE:
+            return
+        fresh = await self._spawn()
+        if process.lost:  # it died meanwhile, and its episodes are elsewhere
+            return
+        process.alone = True
+        held_up = [job for job in process.jobs.values() if job.number != number]
+        process.jobs = {n: job for n, job in process.jobs.items() if n == number}
+        for job in held_up:
+            process.send({"type": "cancel", "job": job.number})  # should it come back to them
+        self._start_again(held_up, fresh)
+        self._dismiss(process)  # if what is on the CPU is no episode in progress
+
+    def _start_again(self, jobs: Iterable[Job], process: _Process) -> None:
+        """Tasks that blocked before come last: others may be done before these block again."""
+        for job in sorted(jobs, key=lambda job: _name(job.task) in self._suspects):
+            if self._broken:
+                job.settle(self._broken)
+            elif not job.result.done():
+                self._assign(job, process)
+
+    def _dismiss(self, process: _Process) -> None:
+        """Ends a worker that was left alone with an episode, when that is over."""
+        if process.alone and not process.jobs and not process.lost:
+            self._processes.remove(process)
+            process.kill()
+
+    def _charge(self, job: Job, kind: str, error: str) -> None:
+        """Fails an episode, and the run if nothing but blocking ones is left of it."""
+        job.settle({"kind": kind, "error": error})
+        if kind != "hung":
+            return
+        self._suspects.add(_name(job.task))
+        self._blocked.append(_name(job.task))
+        if len(set(self._blocked)) >= BLOCKED_TASKS or (not self._num_ended and len(self._blocked) >= BLOCKED_FROM_THE_START):
+            name = self.settings.env.name
+            self._break(
+                ConfigError(
+                    "env.name", f"the last {len(self._blocked)} episodes of {name} failed and no other ended; each {error}"
+                )
+            )
 
     async def _lose(self, process: _Process, guilty: int, kind: str, error: str) -> None:
         """Ends a worker, charges the guilty episode, and starts the others again on a fresh one."""
         process.lost = True  # what is assigned to it meanwhile moves with the rest
         self.num_killed += 1
-        fresh = await self._spawn() if process.ready else None
+        fresh = await self._spawn() if process.ready and not process.alone else None
         status = process.kill()
         self._processes.remove(process)
         if kind == "raised":
             error = f"{error} ({signal.Signals(-status).name if status < 0 else f'exit status {status}'})"
-        if fresh is None:
+        if not process.ready:
             self._break(ConfigError("env.name", f"a worker of {self.settings.env.name} ended while it started: {error}"))
             return
         jobs, process.jobs = process.jobs, {}
         if guilty in jobs:
-            jobs.pop(guilty).settle({"kind": kind, "error": error})
+            self._charge(jobs.pop(guilty), kind, error)
         for job in jobs.values():
             if guilty == NOBODY:
                 job.restarts += 1
             if job.restarts > BLAMELESS_RESTARTS:
-                job.settle({"kind": kind, "error": f"{error}, {job.restarts} times in a row"})
-            elif not job.result.done():
-                self._assign(job, fresh)
+                self._charge(job, kind, f"{error}, {job.restarts} times in a row")
+        self._start_again(jobs.values(), fresh or self._least_busy())
 
     def _break(self, error: BaseException) -> None:
         self._broken = self._broken or error  # the first is the cause
