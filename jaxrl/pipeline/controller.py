@@ -224,6 +224,8 @@ class State:
     num_stale: int = 0
     num_zero_variance: int = 0
     num_failed: int = 0
+    failed: tuple[int, ...] = ()  # sync: groups of this step that failed; they keep their place as long as the run goes on
+    num_zero_variance_before: int = 0  # when this step began
     evaluated: int = -1  # last version evaluated
     checkpointed: int = -1  # last step saved
     publish_deadline: float = 0.0
@@ -242,6 +244,7 @@ def start(config: ControllerConfig, step: int = 0, snapshot: dict | None = None)
         returning=tuple(sorted(snapshot["live"])),
         num_stale=snapshot["num_stale"],
         num_zero_variance=snapshot["num_zero_variance"],
+        num_zero_variance_before=snapshot["num_zero_variance"],
         num_failed=snapshot["num_failed"],
         evaluated=snapshot["evaluated"],
         checkpointed=step,
@@ -249,14 +252,23 @@ def start(config: ControllerConfig, step: int = 0, snapshot: dict | None = None)
 
 
 def snapshot(state: State) -> dict:
-    """What a checkpoint keeps of the state, JSON-able. `live` splits the issued groups: what is not in it is trained on or gone."""
+    """What a checkpoint keeps of the state, JSON-able. `live` splits the issued groups: what is not in it is trained on or gone.
+
+    In sync the groups of an unfinished step are all live, so those that were counted will be counted again. A run that
+    fails lets the failed ones go: with a mended environment it must not fail of them once more.
+    """
     live = [*state.returning, *(g.index for g in state.running), *(g.index for g in state.buffer), *state.training]
+    num_zero_variance, num_failed = state.num_zero_variance, state.num_failed
+    if state.config.mode == "sync":
+        kept = () if isinstance(state.ending, Fail) else state.failed
+        live += kept
+        num_zero_variance, num_failed = state.num_zero_variance_before, state.num_failed - len(kept)
     return {
         "next_index": state.next_index,
         "live": sorted(live),
         "num_stale": state.num_stale,
-        "num_zero_variance": state.num_zero_variance,
-        "num_failed": state.num_failed,
+        "num_zero_variance": num_zero_variance,
+        "num_failed": num_failed,
         "evaluated": state.evaluated,
     }
 
@@ -284,7 +296,8 @@ def _apply(state: State, event: Event, now: float) -> tuple[State, tuple[Action,
         case GroupFailed():
             return _failed(state, event), ()
         case TrainDone():
-            return _trained(replace(state, phase=Phase.IDLE, step=state.step + 1, training=(), num_barren=0), now)
+            done = {"training": (), "failed": (), "num_barren": 0, "num_zero_variance_before": state.num_zero_variance}
+            return _trained(replace(state, phase=Phase.IDLE, step=state.step + 1, **done), now)
         case TrainFailed(cause, state_intact):
             if not state_intact:
                 return replace(state, phase=Phase.OVER), (Fail(cause),)
@@ -347,6 +360,8 @@ def _failed(state: State, event: GroupFailed) -> State:
         return state
     in_a_row = state.num_failed_in_a_row + 1
     state = _left_running(state, event.index, num_failed_in_a_row=in_a_row, num_failed=state.num_failed + 1)
+    if state.config.mode == "sync":
+        state = replace(state, failed=(*state.failed, event.index))
     if in_a_row < state.config.groups_per_step:
         return state
     return _end(state, Fail(f"every episode of the last {in_a_row} groups failed; the last cause: {event.cause}"))

@@ -303,3 +303,35 @@ def test_a_nan_step_saves_the_weights_from_before_it():
     assert set(world.batches[0]) <= set(world.snapshots[-1][1]["live"])  # the step's groups were not used up
     world.give(world.busy.pop())
     assert world.ended == c.Fail("the gradient is not finite")
+
+
+def test_a_sync_step_that_a_signal_cut_counts_its_groups_once():
+    """Group 0 has no variance, group 1 fails, a signal comes, and the next start gets both again from the journal."""
+    config = make_config(mode="sync", eval_at_start=False)
+    first = World(config, random.Random(0))
+    end = {0: c.GroupFinished(0, 0, False), 1: c.GroupFailed(1, "no"), 2: c.GroupFinished(2, 0, True)}
+    for index in (0, 1):
+        first.running.pop(index)
+        first.give(end[index])
+    first.give(c.Signal("SIGTERM"))
+    ((step, snapshot),) = first.snapshots
+    assert snapshot["live"] == [0, 1, 2] and (snapshot["num_zero_variance"], snapshot["num_failed"]) == (0, 0)
+    resumed = c.start(config, step, snapshot)
+    second = World(config, random.Random(0), state=resumed)
+    assert list(second.submitted) == [0, 1, 2]
+    for index, event in end.items():
+        second.running.pop(index)
+        second.finished[index] = 0
+        second.give(event)
+    assert second.batches == [(0, 2)]
+    assert (second.state.num_zero_variance, second.state.num_failed) == (1, 1)
+
+
+def test_groups_whose_failure_ended_the_run_do_not_come_back():
+    config = make_config(mode="sync")
+    world = World(config, random.Random(0))
+    for index in range(3):
+        world.running.pop(index)
+        world.give(c.GroupFailed(index, "no such tool"))
+    snapshot = world.snapshots[-1][1]
+    assert snapshot["live"] == [] and snapshot["num_failed"] == 3
