@@ -63,11 +63,6 @@ class _Publish:
     began: float
 
 
-@dataclass(frozen=True)
-class _ClearPrefixCache:
-    reply: _Reply
-
-
 class _Close:
     pass
 
@@ -127,12 +122,6 @@ class EmbeddedSampler:
         self._send(_Publish(weights, version, in_flight, reply, time.monotonic()))
         return await reply.future
 
-    async def clear_prefix_cache(self) -> None:
-        """Forgets cached prompts, so that what a step computes does not depend on the steps before it."""
-        reply = _Reply()
-        self._send(_ClearPrefixCache(reply))
-        await reply.future
-
     def load(self) -> SamplerLoad:
         engine = self._engine
         num_waiting = engine.num_waiting + self._inbox.qsize()
@@ -179,9 +168,6 @@ class EmbeddedSampler:
                         self._engine.cancel(request)
                 case _Publish():
                     self._publishes.append(command)
-                case _ClearPrefixCache(reply):
-                    self._engine.clear_prefix_cache()
-                    reply.set()
                 case _Close():
                     return False
         return True
@@ -226,8 +212,6 @@ class EmbeddedSampler:
                         self._requests.add(request)
                     case _Publish() as publish:
                         self._publishes.append(publish)
-                    case _ClearPrefixCache(reply):
-                        reply.set(error=failure)
         for publish in self._publishes:
             publish.reply.set(error=failure)
         for request in self._requests:
