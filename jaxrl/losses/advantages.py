@@ -4,7 +4,6 @@ Baselines count episodes, never trajectories: a history that forked must not cou
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,25 +14,10 @@ from jaxrl.packing.weights import fold_weights
 STD_EPSILON = 1e-6  # keeps (R − mean)/(std + ε) finite; far below any spread of rewards that matters
 
 
-@dataclass(frozen=True)
-class AdvantageStats:
-    """Counts of one optimizer step. Left-out tokens are in no denominator."""
-
-    num_groups: int
-    num_zero_variance_groups: int  # left out: every reward equals the baseline
-    num_failed_groups: int  # left out: no episode succeeded
-    num_episodes: int  # that succeeded
-    num_failed_episodes: int  # left out, of the baseline too
-    num_trajectories: int  # trained on
-    num_tokens: int  # trained on
-    num_tokens_left_out: int  # trainable tokens of zero-variance groups
-    reward_mean: float  # over the episodes that succeeded, zero-variance groups included; 0 if none did
-    reward_std: float
-
-
-def group_advantages(groups: Sequence[Group], config: Config) -> tuple[list[TrainingTrajectory], AdvantageStats]:
+def group_advantages(groups: Sequence[Group], config: Config) -> tuple[list[TrainingTrajectory], int]:
     """Trajectories to train on, with A = R − mean (over std + ε if `algorithm.scale_by_std`) of their
-    group, or A = R without a baseline, and every denominator of the step in their weights.
+    group, or A = R without a baseline, and every denominator of the step in their weights; and the
+    number of trainable tokens left out because their group has no variance.
 
     Failed episodes neither train nor count in a baseline. A trajectory's own reward replaces its
     episode's; an episode then enters the baseline with the mean over its trajectories. A group whose
@@ -42,23 +26,17 @@ def group_advantages(groups: Sequence[Group], config: Config) -> tuple[list[Trai
     """
     algorithm = config.algorithm
     kept: list[tuple[Trajectory, float, float, int, int]] = []  # trajectory, advantage, reward, episode, group
-    rewards: list[float] = []
-    num_zero_variance = num_failed_groups = num_failed_episodes = tokens_left_out = 0
-    first_episode = 0
+    tokens_left_out = first_episode = 0
     for group_index, group in enumerate(groups):
         numbered = list(enumerate(group.episodes, start=first_episode))
         first_episode += len(numbered)
         succeeded = [(i, e) for i, e in numbered if e.error is None]
-        num_failed_episodes += len(numbered) - len(succeeded)
-        num_failed_groups += not succeeded
-        rewards += [float(np.mean(_rewards(e))) for _, e in succeeded]
         if not succeeded:
             continue
         mean, scale = 0.0, 1.0
         if algorithm.baseline == "group":
             episode_rewards = [_rewards(e) for _, e in succeeded]
             if len(set().union(*episode_rewards)) == 1:
-                num_zero_variance += 1
                 tokens_left_out += sum(int(t.trainable.sum()) for _, e in succeeded for t in e.trajectories)
                 continue
             mean = float(np.mean([np.mean(r) for r in episode_rewards]))
@@ -89,19 +67,7 @@ def group_advantages(groups: Sequence[Group], config: Config) -> tuple[list[Trai
             zip(kept, weights, strict=True)
         )
     ]
-    stats = AdvantageStats(
-        num_groups=len(groups),
-        num_zero_variance_groups=num_zero_variance,
-        num_failed_groups=num_failed_groups,
-        num_episodes=len(rewards),
-        num_failed_episodes=num_failed_episodes,
-        num_trajectories=len(training),
-        num_tokens=sum(int(t.trajectory.trainable.sum()) for t in training),
-        num_tokens_left_out=tokens_left_out,
-        reward_mean=float(np.mean(rewards)) if rewards else 0.0,
-        reward_std=float(np.std(rewards)) if rewards else 0.0,
-    )
-    return training, stats
+    return training, tokens_left_out
 
 
 def supervised(trajectories: Sequence[Trajectory]) -> list[TrainingTrajectory]:

@@ -23,15 +23,15 @@ class Batch:
 
 def make_batch(groups: Sequence[Group], config: Config, limits: RowLimits, step: int) -> Batch:
     """The rows of optimizer step `step`, counted from 0, with packing and lag metrics."""
-    training, stats = group_advantages(groups, config)
+    training, tokens_left_out = group_advantages(groups, config)
     rows, packing = pack(training, limits, config.packing.rows)
     lags = [step - _versions(t.trajectory) for t in training]
     # Versions of a lost lineage, replayed after a resume, can be ahead of the step.
     lags = np.maximum(np.concatenate(lags), 0) if lags else np.zeros(1)
     metrics = {
         "groups/trained": len({t.group_index for t in training}),
-        "tokens/trained": stats.num_tokens,
-        "tokens/left_out": stats.num_tokens_left_out,
+        "tokens/trained": sum(int(t.trajectory.trainable.sum()) for t in training),
+        "tokens/left_out": tokens_left_out,
         "tokens/logical": packing.logical_tokens,
         "tokens/unique": packing.unique_tokens,
         "tokens/placed": packing.placed_tokens,
