@@ -155,7 +155,7 @@ class Workers:
         self._held_up_seconds = min(HELD_UP_SECONDS, self._blocked_seconds / 2)
         self._num_ended = 0  # episodes that did not block
         self._blocked: list[str] = []  # tasks of the episodes that blocked since the last one that did not
-        self._suspects: set[str] = set()  # tasks that blocked before: others start before them
+        self._suspects: set[str] = set()  # tasks that held others up: these start before them
         self._processes: list[_Process] = []
         self._tasks: set[asyncio.Task] = set()
         self._next_job = 0
@@ -326,13 +326,14 @@ class Workers:
         process.alone = True
         held_up = [job for job in process.jobs.values() if job.number != number]
         process.jobs = {n: job for n, job in process.jobs.items() if n == number}
+        self._suspects |= {_name(job.task) for job in process.jobs.values()}
         for job in held_up:
             process.send({"type": "cancel", "job": job.number})  # should it come back to them
         self._start_again(held_up, fresh)
         self._dismiss(process)  # if what is on the CPU is no episode in progress
 
     def _start_again(self, jobs: Iterable[Job], process: _Process) -> None:
-        """Tasks that blocked before come last: others may be done before these block again."""
+        """Suspects come last: others may be done before these block again."""
         for job in sorted(jobs, key=lambda job: _name(job.task) in self._suspects):
             if self._broken:
                 job.settle(self._broken)
