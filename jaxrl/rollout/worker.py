@@ -7,7 +7,6 @@ environment's own time.
 
 import asyncio
 import contextvars
-import ctypes
 import json
 import math
 import os
@@ -279,19 +278,9 @@ async def _beat(worker: Worker) -> None:
         last = now
 
 
-def die_with(parent: int) -> None:
-    """Linux kills this process when the parent dies, in the middle of a computation too."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before that
-        os._exit(1)
-
-
 def main(arguments: dict[str, Any]) -> None:
-    """Entry point of the process. arguments: parent (process id), socket and pulse (file descriptors)."""
+    """Entry point of the process. arguments: socket and pulse (file descriptors)."""
     started = time.monotonic()
-    die_with(arguments["parent"])
     for descriptor in (arguments["socket"], arguments["pulse"]):
         os.set_inheritable(descriptor, False)  # tools that outlive this process must not hold its pipe open
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides when to stop

@@ -24,6 +24,7 @@ from typing import Any
 from jaxrl.config import ConfigError, EnvConfig
 from jaxrl.rollout.chat import Call, CallKey, LengthLimit
 from jaxrl.rollout.protocol import Completion
+from jaxrl.rollout.supervisor import BY_SIGNAL
 from jaxrl.rollout.wire import NOBODY, Pulse, encode_frame, read_frame
 
 WATCH_SECONDS = 0.1
@@ -41,9 +42,7 @@ STARTUP_SECONDS = 600.0  # to build the environment: large data sets take minute
 BLAMELESS_RESTARTS = 3  # of an episode whose worker died without saying whose fault it was
 CLOSE_SECONDS = 3.0
 
-BOOT = (
-    "import json, sys; a = json.loads(sys.argv[1]); sys.path[:] = a.pop('path'); from jaxrl.rollout.worker import main; main(a)"
-)
+BOOT = "import json, sys; a = json.loads(sys.argv[1]); sys.path[:] = a.pop('path'); from jaxrl.rollout.supervisor import main; main(a)"
 # Workers leave accelerators to the trainer, and cores to each other.
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
@@ -102,21 +101,21 @@ def _name(task: Mapping[str, Any]) -> str:
 
 
 class _Process:
-    """One worker process with its pipe and its pulse."""
+    """One worker process, below its supervisor, with its pipe and its pulse."""
 
     def __init__(self, settings: WorkerSettings):
         ours, theirs = socket.socketpair()
         self.pulse, pulse_fd = Pulse.create()
-        arguments = {"path": sys.path, "parent": os.getpid(), "socket": theirs.fileno(), "pulse": pulse_fd}
+        arguments = {"path": sys.path, "socket": theirs.fileno(), "pulse": pulse_fd}
         output = open(settings.log, "ab") if settings.log else None
         self.process = subprocess.Popen(
             [sys.executable, "-c", BOOT, json.dumps(arguments)],
             pass_fds=(theirs.fileno(), pulse_fd),
             env={**os.environ, **ENVIRONMENT},
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,  # nothing is written: it ends when this process does
             stdout=output,
             stderr=output,
-            start_new_session=True,  # so that it can be killed with the tools it started
+            start_new_session=True,  # Ctrl-C is the trainer's
         )
         theirs.close()
         os.close(pulse_fd)
@@ -137,11 +136,15 @@ class _Process:
             self.writer.write(encode_frame(message))
 
     def kill(self) -> int:
-        """Kills it and what it started; returns its exit status."""
+        """Ends it and what it started; returns its exit status."""
         self.lost = True
-        os.killpg(self.process.pid, signal.SIGKILL)  # not waited for before, so the id is still its own
         self.writer.close()
-        return self.process.wait()
+        self.process.stdin.close()  # its supervisor kills it then
+        try:
+            return self.process.wait(CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:  # something below it cannot be killed, at a disk say
+            self.process.kill()
+            return self.process.wait()
 
 
 class Workers:
@@ -369,7 +372,7 @@ class Workers:
         status = process.kill()
         self._processes.remove(process)
         if kind == "raised":
-            error = f"{error} ({signal.Signals(-status).name if status < 0 else f'exit status {status}'})"
+            error = f"{error} ({signal.Signals(status - BY_SIGNAL).name if status > BY_SIGNAL else f'exit status {status}'})"
         if not process.ready:
             self._break(ConfigError("env.name", f"a worker of {self.settings.env.name} ended while it started: {error}"))
             return

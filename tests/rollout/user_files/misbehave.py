@@ -3,6 +3,7 @@
 import asyncio
 import os
 import re
+import subprocess
 import sys
 
 from jaxrl.rollout.environment import Outcome
@@ -45,6 +46,13 @@ async def rollout(task, chat):
         case "spin in a task":
             await asyncio.create_task(spin())
         case "regex":
+            re.match(r"(a+)+$", "a" * 100 + "b")
+        case "tools":  # one in this process group, one that detached itself, one whose parent is gone
+            tools = ["sleep 300 & echo $!", "setsid sleep 300 & echo $!", "(setsid sh -c 'sleep 300 & echo $!; sleep 300' &)"]
+            for tool in tools:
+                shell = subprocess.Popen(["sh", "-c", tool], stdout=subprocess.PIPE, text=True)
+                with open(task["mark"], "a") as file:
+                    file.write(shell.stdout.readline())
             re.match(r"(a+)+$", "a" * 100 + "b")
         case "exit":
             sys.exit(3)
