@@ -207,7 +207,7 @@ class LogConfig(_Table):
 class Config(_Table):
     """A run, as its TOML file describes it."""
 
-    name: str = Field(default="run", description="Name of the run.")
+    name: str = Field(default="run", min_length=1, description="Name of the run.")
     out: str = Field(default="runs", description="Folder under which the run's own folder OUT/NAME is made.")
     seed: int = Field(default=0, ge=0, lt=2**31, description="Seed of everything random in the run.")
     model: ModelConfig
@@ -250,6 +250,12 @@ def _check_combinations(config: Config) -> None:
     for key, slots in (("packing.reads", config.packing.reads), ("packing.terms", config.packing.terms)):
         if 0 < slots < longest:
             raise ConfigError(key, f"{slots} cannot hold the sampling.max_tokens = {longest} of one answer: raise it")
+    sampler = config.sampler
+    least = -(-sampler.max_length // sampler.page_size) + 1
+    if 0 < sampler.pages < least:
+        raise ConfigError(
+            "sampler.pages", f"{sampler.pages} cannot hold one sequence of sampler.max_length: use at least {least}, or 0"
+        )
     for key, why in _without_effect(config):
         if _value(config, key) != _default(key):
             raise ConfigError(key, f"has no effect with {why}: leave it out")
@@ -282,12 +288,14 @@ def _default(key: str) -> Any:
     return Config.model_fields[table].annotation.model_fields[name].default
 
 
-def _check_numbers(tables: Any, path: tuple[str, ...] = ()) -> None:
-    """Raises ConfigError for a number that no key can take: sizes and counts are 32-bit integers on the device."""
+def _check_values(tables: Any, path: tuple[str, ...] = ()) -> None:
+    """Raises ConfigError for a value that no key can take. Sizes and counts are 32-bit integers on the device."""
     for key, value in tables.items() if isinstance(tables, dict) else enumerate(tables):
         where = (*path, str(key))
         if isinstance(value, dict | list):
-            _check_numbers(value, where)
+            _check_values(value, where)
+        elif isinstance(value, str) and "\0" in value:
+            raise ConfigError(".".join(where), f"{value!r} has a NUL in it, which no file name and no text here can have")
         elif isinstance(value, int) and not -(2**31) <= value < 2**31:
             raise ConfigError(".".join(where), "is an integer beyond 32 bits: at most 2147483647 can be used")
         elif isinstance(value, float) and not math.isfinite(value):
@@ -296,7 +304,7 @@ def _check_numbers(tables: Any, path: tuple[str, ...] = ()) -> None:
 
 def parse(tables: dict[str, Any]) -> Config:
     """A Config from the tables of a TOML file. Raises ConfigError naming the first wrong key."""
-    _check_numbers(tables)
+    _check_values(tables)
     try:
         config = Config.model_validate(tables)
     except ValidationError as error:
