@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from jaxrl.data import Episode, Group, Trajectory
-from jaxrl.pipeline.journal import JournalError, open_journal
+from jaxrl.pipeline.journal import JournalError, Partial, open_journal
+from jaxrl.rollout.partial import CallRecord, Increment
+from jaxrl.rollout.protocol import SampledTokens, join
 
 
 def trajectory(seed: int, length: int = 7) -> Trajectory:
@@ -45,6 +47,18 @@ def episode(index: int, seed: int = 0, **changes) -> Episode:
     return Episode(**fields | changes)
 
 
+def increment(start: int, length: int, key=((), 0), reason=None, seed=0) -> Increment:
+    rng = np.random.default_rng(start + seed)
+    tokens = SampledTokens(
+        ids=rng.integers(0, 99, length, np.int32),
+        policy_logp=rng.standard_normal(length).astype(np.float32),
+        behaviour_logp=rng.standard_normal(length).astype(np.float32),
+        version=rng.integers(0, 5, length).astype(np.int32),
+        source=rng.integers(0, 5, length).astype(np.uint8),
+    )
+    return Increment(key, b"asked", start, tokens, reason)
+
+
 def assert_same(a, b):
     """Equal values, dtypes and bits, dataclass by dataclass."""
     assert type(a) is type(b)
@@ -59,6 +73,44 @@ def assert_same(a, b):
             assert_same(x, y)
     else:
         assert a == b
+
+
+def test_what_running_episodes_have_sampled_comes_back_until_they_finish(tmp_path):
+    journal = open_journal(tmp_path)
+    first, second, third = increment(0, 3), increment(3, 2, reason="stop"), increment(0, 4, key=((0, 1), 2))
+    journal.append(partials=[Partial(4, 0, (first,)), Partial(4, 1, (first,)), Partial(7, 0, (first,))])
+    journal.append(Group(4, 3, (episode(1, 1),)), partials=[Partial(4, 0, (second, third))])
+    journal.close()
+    journal = open_journal(tmp_path)
+    found = journal.partials(lambda index: index != 7)
+    assert {group: set(episodes) for group, episodes in found.items()} == {4: {0}}
+    calls = found[4][0]
+    assert_same(calls[(), 0], CallRecord(b"asked", join([first.tokens, second.tokens]), "stop"))
+    assert_same(calls[(0, 1), 2], CallRecord(b"asked", third.tokens, None))
+    calls[(), 0].tokens.ids[0] = 1  # its own memory, writable
+    assert set(journal.partials()) == {4, 7}
+    journal.append(partials=[Partial(7, 0, (increment(3, 1),))])  # and goes on after a restart
+    assert len(journal.partials()[7][0][(), 0].tokens.ids) == 4
+    assert [(g.index, len(g.episodes)) for g in journal.replay()] == [(4, 1)]
+
+
+def test_parts_leave_the_disk_with_the_episode_that_they_became(tmp_path):
+    journal = open_journal(tmp_path)
+    journal.append(partials=[Partial(9, 0, (increment(0, 3),)), Partial(9, 1, (increment(0, 3),))])
+    journal.forget(lambda index: False)
+    journal.append(partials=[Partial(9, 1, (increment(3, 3),))])
+    journal.append(Group(9, 3, (episode(0, 1),)))
+    journal.forget(lambda index: False)
+    assert len(segments(tmp_path)) == 3, "episode 1 still runs"
+    journal.append(Group(9, 3, (episode(1, 1),)))
+    journal.forget(lambda index: False)  # the first has parts of finished episodes only, the others the episodes
+    assert [path.stem[-1] for path in segments(tmp_path)] == ["2", "3", "4"]
+    journal.close()
+    journal = open_journal(tmp_path)
+    assert journal.partials() == {} and [len(g.episodes) for g in journal.replay()] == [2]
+    journal.append(partials=[Partial(10, 0, (increment(0, 3),))])
+    journal.forget(lambda index: index == 10)  # dropped while it ran
+    assert [path.stem[-1] for path in segments(tmp_path)] == ["2", "3", "5"]
 
 
 def segments(folder):

@@ -2,16 +2,19 @@
 
 import signal
 import time
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from killing import (
+    Calls,
     Kill,
     final_arrays,
     finish,
     host_state,
-    journaled_episodes,
+    journaled,
     kill_once,
     log_tail,
     make_run,
@@ -25,6 +28,9 @@ from killing import (
     wait_for,
 )
 
+from jaxrl.data import Episode
+from jaxrl.rollout.partial import CallRecord
+from jaxrl.rollout.protocol import SampledTokens
 from jaxrl.rollout.tokenizer import load_tokenizer
 
 
@@ -47,11 +53,19 @@ def check_sync(folder: Path, num_kills: int, steps: int, rng: np.random.Generato
     }
 
 
-def kill_often(folder: Path, num_kills: int, rng: np.random.Generator, *options: str, after=lambda: None) -> list[Kill]:
-    """Fails if the run ends before it was killed so often. `after` is called after every kill."""
+def kill_often(
+    folder: Path,
+    num_kills: int,
+    rng: np.random.Generator,
+    *options: str,
+    after: Callable[[], None] = lambda: None,
+    gently: Callable[[int], bool] = lambda i: False,
+) -> list[Kill]:
+    """Fails if the run ends before it was killed so often. `after` is called after every kill; `gently` says whether kill i
+    is a SIGTERM."""
     kills = []
     for i in range(num_kills):
-        kill = kill_once(folder, rng, *options, early=i % 3 == 1)
+        kill = kill_once(folder, rng, *options, early=i % 3 == 1, gently=gently(i))
         assert kill is not None, f"the run ended before kill {i + 1} of {num_kills}: give it more steps"
         assert kill.num_orphans == 0, "an environment worker outlived the run"
         kills.append(kill)
@@ -109,24 +123,77 @@ def stop_by_signal(folder: Path, steps: int, rng: np.random.Generator) -> dict[s
 
 
 def check_async(folder: Path, num_kills: int, mode: str, steps: int, rng: np.random.Generator, *options: str) -> dict[str, Any]:
-    """A run killed `num_kills` times: every group is trained on at most once, every finished episode that was on
-    disk at a kill is trained on as it was, and what is missing in the end was left out for a reason that is counted."""
-    options = ("--pipeline.mode", mode, "--pipeline.max_lag", "2", "--pipeline.steps", str(steps), *options)
-    killed = make_run(folder / "killed", delay=0.01)
+    """A run killed `num_kills` times, every fifth by SIGTERM: every group is trained on at most once, every finished episode that
+    was on disk at a kill is trained on as it was, what the others had sampled is a part of what they became, and what is
+    missing in the end was left out for a reason that is counted."""
+    options = (*_async(mode, steps), *options)
+    killed = make_run(folder / "killed", delay=0.01, slow={"seconds": 0.02})
     tokenizer = load_tokenizer(str(killed))
     on_disk: dict[tuple[int, int], list[str]] = {}  # every episode that was ever on disk and not yet in a checkpoint
+    begun: dict[tuple[int, int], Calls] = {}  # the calls of every episode that ran at a kill, as they were at its last one
 
     def look() -> None:
         controller = host_state(killed).get("controller", {"next_index": 0, "live": []})
-        for (group, episode), ids in journaled_episodes(killed).items():
+        finished, partial = journaled(killed)
+        for (group, episode), result in finished.items():
             if group >= controller["next_index"] or group in controller["live"]:
-                text = [tokenizer.decode(line, special=True) for line in ids]
+                text = [tokenizer.decode(t.ids.tolist(), special=True) for t in result.trajectories]
                 known = on_disk.setdefault((group, episode), text)
                 assert known == text, f"episode {episode} of group {group} finished once and was sampled again"
+            assert_continues(begun.get((group, episode), {}), sampled_by(result))
+        for place, calls in partial.items():
+            assert_continues(begun.get(place, {}), calls)
+            begun[place] = calls
 
-    kills = kill_often(killed, num_kills, rng, *options, after=look)
+    kills = kill_often(killed, num_kills, rng, *options, after=look, gently=lambda i: i % 5 == 3)
     finish(killed, *options)
-    return {"steps": steps, "episodes_on_disk_at_kills": len(on_disk)} | account(killed, on_disk) | summary(kills)
+    figures = {"steps": steps, "episodes_on_disk_at_kills": len(on_disk)} | account(killed, on_disk)
+    return figures | account_continued(killed, begun) | summary(kills)
+
+
+def _async(mode: str, steps: int, max_lag: int = 2) -> tuple[str, ...]:
+    return ("--pipeline.mode", mode, "--pipeline.max_lag", str(max_lag), "--pipeline.steps", str(steps))
+
+
+def sampled_by(episode: Episode) -> Calls:
+    """What the calls of a finished episode sampled, by call; for episodes of one chat."""
+    found = {}
+    for t in episode.trajectories:
+        for turn in np.unique(t.turn[t.trainable]).tolist():
+            columns = (t.ids, t.policy_logp, t.behaviour_logp, t.version, t.source)
+            tokens = SampledTokens(*(column[t.trainable & (t.turn == turn)] for column in columns))
+            found[(), turn] = CallRecord(b"", tokens, "stop")
+    return found
+
+
+def assert_continues(before: Calls, after: Calls) -> None:
+    """Every token with its log-probs and its version."""
+    for key, call in before.items():
+        for field in fields(SampledTokens):
+            old, new = getattr(call.tokens, field.name), getattr(after[key].tokens, field.name)
+            assert old.tobytes() == new[: len(old)].tobytes(), f"{field.name} of call {key} changed"
+
+
+def account_continued(folder: Path, begun: dict[tuple[int, int], Calls]) -> dict[str, Any]:
+    """The episodes that ran at a kill, as they were trained on."""
+    tokenizer = load_tokenizer(str(folder))
+    trained = {key: line for lines in trained_episodes(folder).values() for key, line in lines.items()}
+    continued = {key: calls for key, calls in begun.items() if key in trained}
+    num_tokens = num_versions = 0
+    for key, calls in continued.items():
+        line = trained[key]
+        (text,) = line["text"]
+        answers = [tokenizer.decode(calls[call].tokens.ids.tolist(), special=True) for call in sorted(calls)]
+        prompt = text[: text.index("=") + 1]
+        assert text.startswith(prompt + "+7=".join(answers)), f"group {key[0]}, episode {key[1]} was not continued"
+        assert line["metrics"]["resume/discarded_calls"] == 0
+        assert line["metrics"]["resume/continued_tokens"] == sum(len(calls[call].tokens.ids) for call in calls)
+        version = np.concatenate([calls[call].tokens.version for call in calls])
+        assert line["versions"][0] <= version.min() and line["versions"][1] >= version.max()
+        num_tokens += len(version)
+        num_versions += line["versions"][0] < line["versions"][1]
+    assert continued, "no kill met a running episode: the test shows nothing"
+    return {"continued_and_trained_on": len(continued), "tokens_continued": num_tokens, "over_versions": num_versions}
 
 
 def account(folder: Path, on_disk: dict[tuple[int, int], list[str]]) -> dict[str, Any]:
@@ -155,22 +222,39 @@ def account(folder: Path, on_disk: dict[tuple[int, int], list[str]]) -> dict[str
     }
 
 
-def compare_lengths(folder: Path, mode: str, steps: int, *options: str) -> dict[str, Any]:
-    """Whether kills favoured short answers in the run `check_async` left: mean sampled tokens per episode,
-    there and in a run that was not killed, and how many standard errors they are apart."""
-    whole = make_run(folder / "whole", delay=0.01)
-    finish(whole, "--pipeline.mode", mode, "--pipeline.max_lag", "2", "--pipeline.steps", str(steps), *options)
+def check_same_tokens(folder: Path, mode: str, steps: int, *options: str) -> dict[str, Any]:
+    """Whether the run `check_async` left sampled, token for token, what a run does that was not killed."""
+    whole = make_run(folder / "whole")
+    finish(whole, *_async(mode, steps), *options)
     runs = (folder / "killed", whole)
-    a, b = ({key: line for lines in trained_episodes(run).values() for key, line in lines.items()} for run in runs)
-    both = sorted(a.keys() & b.keys())
-    num_equal = sum(a[key]["text"] == b[key]["text"] for key in both)
-    x, y = (np.array([line["sampled_tokens"] for line in lines.values()]) for lines in (a, b))
-    apart = (x.mean() - y.mean()) / np.sqrt(x.var() / len(x) + y.var() / len(y))
-    assert abs(apart) < 4, f"kills changed the mean length from {y.mean():.3f} to {x.mean():.3f}"
-    return {
-        "episodes_in_both": len(both),
-        "token_equal": num_equal,
-        "mean_tokens_killed": round(float(x.mean()), 3),
-        "mean_tokens_whole": round(float(y.mean()), 3),
-        "standard_errors_apart": round(float(apart), 2),
-    }
+    a, b = ({key: line["text"] for lines in trained_episodes(run).values() for key, line in lines.items()} for run in runs)
+    both = a.keys() & b.keys()
+    assert all(a[key] == b[key] for key in both)
+    return {"episodes_in_both": len(both), "token_equal": len(both)}
+
+
+def check_lengths(folder: Path, num_kills: int, steps: int, rng: np.random.Generator) -> dict[str, Any]:
+    """Whether kills favour short answers, at learning rate 0 and with other random numbers after every start: sampled
+    tokens per episode of a killed run, and of one that starts running episodes again, against a run that was not killed.
+    The first has to have the same distribution, and the second, or the test could not tell, another one."""
+    longer = ("--sampling.max_tokens", "40", "--sampler.max_length", "100")
+    options = (*_async("async", steps, max_lag=4), "--optimizer.lr", "0", *longer)
+    runs = {"whole": 0, "continued": num_kills, "restarted": num_kills}
+    lengths = {}
+    for name, kills in runs.items():
+        run = make_run(folder / name, slow={"seconds": 0.02, "fresh": True, "forgets": name == "restarted"})
+        kill_often(run, kills, rng, *options)
+        finish(run, *options)
+        lines = [line for lines in trained_episodes(run).values() for line in lines.values()]
+        lengths[name] = np.array([line["sampled_tokens"] for line in lines])
+    means = {f"mean_tokens_{name}": round(float(x.mean()), 2) for name, x in lengths.items()}
+    p = {f"p_{name}": same_distribution(lengths[name], lengths["whole"]) for name in ("continued", "restarted")}
+    assert p["p_continued"] > 1e-3, f"kills changed how long answers are: {means | p}"
+    assert p["p_restarted"] < 1e-4, f"the test cannot tell: {means | p}"
+    return {"kills": num_kills, "episodes": {name: len(x) for name, x in lengths.items()}, **means, **p}
+
+
+def same_distribution(x: np.ndarray, y: np.ndarray) -> float:
+    """p-value of the two-sample Kolmogorov-Smirnov test by its asymptotic law; with ties it is too large."""
+    distance = max(abs(np.mean(x <= v) - np.mean(y <= v)) for v in np.union1d(x, y))
+    return float(min(1.0, 2 * np.exp(-2 * distance**2 * len(x) * len(y) / (len(x) + len(y)))))

@@ -7,6 +7,7 @@ large enough to change what is sampled next, checkpoints every few steps.
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,8 +23,11 @@ import zstandard
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from jaxrl.checkpoint import Checkpoints
+from jaxrl.data import Episode
 from jaxrl.metrics import jsonl
 from jaxrl.pipeline.journal import open_journal
+from jaxrl.rollout.chat import CallKey
+from jaxrl.rollout.partial import CallRecord
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -55,7 +59,7 @@ intermediate_size = 32
 num_hidden_layers = 1
 num_attention_heads = 2
 num_key_value_heads = 2
-max_position_embeddings = 64
+max_position_embeddings = 128
 tie_word_embeddings = true
 eos_token_id = 1
 
@@ -97,9 +101,9 @@ rollouts = 100
 """
 
 
-def make_run(folder: Path, delay: float = 0.0) -> Path:
+def make_run(folder: Path, delay: float = 0.0, slow: dict | None = None) -> Path:
     """A folder with a config, a tokenizer of single characters, a task and its rows; `delay` is in seconds
-    per character of an answer. The run itself will be in folder/run."""
+    per character of an answer; `slow` is for slow.py, which then runs in the command's place. The run itself will be in folder/run."""
     folder.mkdir(parents=True)
     rng = np.random.default_rng(0)
     rows = [{"a": int(a), "b": int(b), "delay": delay} for a, b in rng.integers(0, 100, (4096, 2))]
@@ -115,19 +119,23 @@ def make_run(folder: Path, delay: float = 0.0) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "pad_token": "<pad>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    if slow is not None:
+        (folder / "slow.json").write_text(json.dumps({"fresh": False, "forgets": False} | slow))
     return folder
 
 
 def start(folder: Path, *options: str, devices: int = 1) -> subprocess.Popen:
     """The command, in a session of its own; its output is added to folder/log.txt."""
     environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(devices),
         "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax-resume"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
     }
-    command = [sys.executable, "-m", "jaxrl.train", str(folder / "config.toml"), *options]
+    how = [str(ROOT / "tests" / "resume" / "slow.py")] if (folder / "slow.json").exists() else ["-m", "jaxrl.train"]
+    command = [sys.executable, *how, str(folder / "config.toml"), *options]
     with open(folder / "log.txt", "ab") as log:
         return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
 
@@ -156,9 +164,12 @@ class Kill:
     num_orphans: int  # environment workers that outlived the run by more than 5 s
 
 
-def kill_once(folder: Path, rng: np.random.Generator, *options: str, early: bool = False, devices: int = 1) -> Kill | None:
-    """Starts the run and kills it with SIGKILL at a random moment: somewhere in its first seconds
-    (`early`), or after 1 to 6 more lines of metrics and up to a fifth of a second. None if it ended first."""
+def kill_once(
+    folder: Path, rng: np.random.Generator, *options: str, early: bool = False, gently: bool = False, devices: int = 1
+) -> Kill | None:
+    """Starts the run and kills it with SIGKILL (`gently`: stops it with SIGTERM) at a random moment: somewhere in its first
+    seconds (`early`), or after 1 to 6 more lines of metrics, with something of a running episode on disk if it runs slowly,
+    and up to a fifth of a second. None if it ended first."""
     process = start(folder, *options, devices=devices)
     began = time.monotonic()
     if early:
@@ -166,12 +177,15 @@ def kill_once(folder: Path, rng: np.random.Generator, *options: str, early: bool
     else:
         lines = num_lines(folder) + int(rng.integers(1, 7))
         ended = _ends(process, lambda: num_lines(folder) >= lines, 300)
+        if (folder / "slow.json").exists():
+            ended = ended or _ends(process, lambda: bool(journaled(folder)[1]), 60)
         ended = ended or _ends(process, lambda: False, rng.uniform(0, 0.2))
     seconds = time.monotonic() - began
-    process.kill()
-    process.wait()
-    if ended:
+    process.send_signal(signal.SIGTERM if gently else signal.SIGKILL)
+    process.wait(60)
+    if ended or gently:
         assert process.returncode == 0, f"exit {process.returncode}\n{log_tail(folder)}"
+    if ended:
         return None
     steps = [line["step"] for line in metrics(folder)]
     for _ in range(50):
@@ -260,11 +274,19 @@ def trained_episodes(folder: Path) -> dict[int, dict[tuple[int, int], dict]]:
     return found
 
 
-def journaled_episodes(folder: Path) -> dict[tuple[int, int], list[list[int]]]:
-    """(group, episode) -> token ids of its trajectories, from a copy: the run repairs its own."""
+Calls = dict[CallKey, CallRecord]
+
+
+def journaled(folder: Path) -> tuple[dict[tuple[int, int], Episode], dict[tuple[int, int], Calls]]:
+    """By (group, episode): the finished episodes, and the calls of the others; from a copy: the run repairs its own."""
     with tempfile.TemporaryDirectory() as copy:
-        shutil.copytree(folder / "run" / "journal", copy, dirs_exist_ok=True)
+        for path in (folder / "run" / "journal").glob("*"):
+            try:
+                shutil.copy(path, copy)
+            except FileNotFoundError:
+                continue  # forgotten meanwhile
         journal = open_journal(copy)
-        groups = list(journal.replay())
+        finished = {(g.index, e.index): e for g in journal.replay() for e in g.episodes}
+        partial = {(g, e): calls for g, episodes in journal.partials().items() for e, calls in episodes.items()}
         journal.close()
-    return {(g.index, e.index): [t.ids.tolist() for t in e.trajectories] for g in groups for e in g.episodes}
+    return finished, partial
