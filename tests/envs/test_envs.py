@@ -115,3 +115,27 @@ def test_unknown_names_are_named():
         make_environment(EnvConfig(name="sumz"), seed=0)
     with pytest.raises(ConfigError, match="env.args.digit`: unknown argument of sums; it has: train, heldout, digits"):
         make_environment(EnvConfig(name="sums", args={"digit": 3}), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"train": "abc"}, "env.args.train`.*integer"),
+        ({"train": 1.5}, "env.args.train`.*integer"),
+        ({"train": 0}, "env.args`.*no training rows"),
+        ({"heldout": -1}, "env.args.heldout`.*greater than or equal to 0"),
+        ({"digits": 3}, "env.args.digits`.*tuple"),
+        ({"digits": [1]}, "env.args.digits.1`.*required"),
+        ({"digits": [3, 1]}, "env.args.digits`.*fewest digits first"),
+        ({"digits": [0, 2]}, "env.args.digits.0`.*greater than or equal to 1"),
+        ({"digits": [1, 1], "train": 50}, "env.args`.*lower heldout"),
+    ],
+)
+def test_arguments_are_typed(args, message):
+    with pytest.raises(ConfigError, match=message):
+        make_environment(EnvConfig(name="sums", args=args), seed=0)
+
+
+def test_rows_of_ones_own_are_not_ignored():
+    with pytest.raises(ConfigError, match="env.data`.*gsm8k makes its own rows"):
+        make_environment(EnvConfig(name="gsm8k", data="rows.jsonl"), seed=0)

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from jaxrl.config import Config, ConfigError, parse
+from jaxrl.models.architecture import Architecture
 from jaxrl.pipeline.command_line import help_text, leaves, read_command
 from jaxrl.pipeline.data_order import fingerprint, task_of
 from jaxrl.pipeline.run_folder import open_run, to_toml
+from jaxrl.pipeline.setup import check_length
 
 TOML = """
 env = "sums"
@@ -47,12 +49,65 @@ def test_keys_of_the_command_line_go_over_the_file(toml_file):
         (["other.toml"], "CONFIG"),
         (["--env.name.first", "x"], "env.name.first"),
         (["--model.tokenizer.folder", "x"], "model.tokenizer.folder"),
+        (["--pipeline.steps", "2147483648"], "pipeline.steps"),
+        (["--pipeline.steps", "9" * 5000], "pipeline.steps"),
+        (["--model.architecture.vocab_size", "9" * 20], "model.architecture.vocab_size"),
+        (["--optimizer.lr", "nan"], "optimizer.lr"),
+        (["--env.args.names", '["a\\u0000"]'], "env.args.names.0"),
+        (["--name", ""], "name"),
+        (["--sampler.pages", "1"], "sampler.pages"),
+        (["--packing.reads", "100"], "packing.reads"),
+        (["--packing.terms", "100"], "packing.terms"),
+        (["--sampler.max_length", "256"], "sampler.max_length"),
+        # What a mode never reads.
+        (["--pipeline.max_lag", "2"], "pipeline.max_lag"),
+        (["--pipeline.window", "2"], "pipeline.window"),
+        (["--algorithm.baseline", "none", "--algorithm.scale_by_std", "false"], "algorithm.scale_by_std"),
+        (["--algorithm.normaliser_constant", "9"], "algorithm.normaliser_constant"),
+        (["--algorithm.loss", "cispo", "--algorithm.clip_low", "0.1"], "algorithm.clip_low"),
+        (["--eval.every", "5"], "eval.every"),
+        (["--env.heldout", "x.jsonl"], "env.heldout"),
     ],
 )
 def test_a_wrong_key_is_named(toml_file, words, key):
     with pytest.raises(ConfigError) as error:
         read_command([toml_file, *words])
     assert error.value.key == key
+
+
+@pytest.mark.parametrize("text", ["a = " + "9" * 5000, "a = " + "[" * 100_000, "a = \udcff", "a"])
+def test_what_is_not_toml_names_the_file(tmp_path, text):
+    file = tmp_path / "run.toml"
+    file.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ConfigError, match="run.toml is not TOML"):
+        read_command([str(file)])
+
+
+def test_a_key_that_has_its_effect_is_taken(toml_file):
+    words = ["--pipeline.mode", "async", "--pipeline.window", "2", "--eval.num_tasks", "3", "--eval.every", "5"]
+    assert read_command([toml_file, *words]).pipeline.window == 2
+
+
+ARCHITECTURE = {
+    "model_type": "llama",
+    "vocab_size": 8,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 512,
+}
+
+
+def test_trajectories_longer_than_the_positions_are_refused_with_both_numbers(toml_file):
+    config = read_command([toml_file, "--sampler.max_length", "2000", "--packing.row_length", "1500"])
+    with pytest.raises(ConfigError, match=r"`packing.row_length`: .*1500.*512") as error:
+        check_length(config, Architecture.from_hf(ARCHITECTURE))
+    assert error.value.key == "packing.row_length"
+    scaled = ARCHITECTURE | {"rope_scaling": {"type": "yarn", "factor": 3.0}}
+    check_length(config, Architecture.from_hf(scaled))  # 1536
+    # A row may be longer than any trajectory in it.
+    check_length(read_command([toml_file, "--sampler.max_length", "512"]), Architecture.from_hf(ARCHITECTURE))
 
 
 def test_help_explains_every_key():
