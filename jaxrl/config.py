@@ -149,6 +149,11 @@ class AttentionConfig(_Table):
     )
     block_q: int = Field(default=0, ge=0, description="Query block of the plain JAX implementation; 0: by platform.")
     block_k: int = Field(default=0, ge=0, description="Key block of the plain JAX implementation; 0: by platform.")
+    transport: Literal["auto", "gather", "ring"] = Field(
+        default="auto",
+        description="How keys and values reach the devices of mesh.context. gather: all at once; ring: from neighbour to "
+        "neighbour while the kernel works; auto: ring on TPUs, gather elsewhere.",
+    )
 
 
 class OptimizerConfig(_Table):

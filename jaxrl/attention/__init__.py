@@ -1,18 +1,22 @@
 """Tree attention: one semantic, several implementations, any mesh.
 
-Key k is visible to query q iff ``k <= q < subtree_end[k]``. `naive` states it, `blockwise` computes it
-in linear memory in plain JAX, `context` splits it over devices; this module chooses.
+Key k is visible to query q iff ``k <= q < subtree_end[k]``. `kernel` states what an implementation is,
+`naive` is the reference, `blockwise` computes it in linear memory in plain JAX; `plan` spreads the tokens of a row
+over devices, `transport` and `context` run a kernel over them. This module chooses.
 """
 
 import logging
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from jaxrl.attention.blockwise import blockwise_attention
-from jaxrl.attention.context import Kernel, attend_row, sharded_attention
+from jaxrl.attention.blockwise import blockwise
+from jaxrl.attention.context import sharded_attention
+from jaxrl.attention.kernel import Kernel, differentiable
+from jaxrl.attention.merge import apply_sink
 from jaxrl.config import AttentionConfig
 
 __all__ = ["tree_attention"]
@@ -24,33 +28,64 @@ def tree_attention(
     q: jax.Array,  # [R, T, H, D]
     k: jax.Array,  # [R, T, Hkv, D]
     v: jax.Array,  # [R, T, Hkv, D]
-    subtree_end: jax.Array,  # [R, T] int32, exclusive; padding k + 1
+    offset: jax.Array,  # [R, T] int32: where in its row a token was packed; -1 on padding
+    subtree_end: jax.Array,  # [R, T] int32, exclusive; anything on padding
     *,
     scale: float,
     config: AttentionConfig,
     mesh: Mesh | None,
+    positions: jax.Array | None = None,  # [R, T] int32 from the root; needed with a window
+    window: int | None = None,  # a query sees the last `window` tokens of its path, itself among them
+    sink: jax.Array | None = None,  # [H], a logit per head that joins the softmax and has no value
 ) -> jax.Array:
     """Attention over packed rows, [R, T, H, D] in q's dtype. Query head i reads KV head i // (H / Hkv).
 
+    Tokens may lie anywhere in their row as long as offset, subtree_end and positions lie with them.
+    Padding has output 0 and, whatever it holds, NaN included, reaches no other token.
     With more than one device in `mesh`, rows are split over data × fsdp, tokens over context and heads
     over tensor. Raises ConfigError, naming the key, if they cannot be split evenly.
     """
+    if window is None:
+        positions = None
+    elif positions is None:
+        raise ValueError("a window is counted in logical positions: give `positions`")
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-    kernel = partial(_pick(config, platform), scale=scale)
+    kernel = _pick(config, platform)
+    is_token = offset >= 0
+    subtree_end = jnp.where(is_token, subtree_end, -1)
     if mesh is None or mesh.size == 1:
-        return attend_row(q, k, v, subtree_end, kernel, 0)
-    return sharded_attention(q, k, v, subtree_end, kernel, mesh)
+        attend = differentiable(kernel, scale=scale, window=window)
+        out, lse = attend(q, k, v, offset, offset, subtree_end, positions, positions)
+    else:
+        transport = _pick_transport(config, platform)
+        out, lse = sharded_attention(
+            q, k, v, offset, subtree_end, positions, kernel, transport, mesh, scale=scale, window=window
+        )
+    if sink is None:
+        return out
+    # Selected once more, for the gradient: a cotangent of padding would reach the sink.
+    return jnp.where(is_token[..., None, None], apply_sink(out, lse, sink), 0)
 
 
 @lru_cache  # once per choice: it is logged when made
 def _pick(config: AttentionConfig, platform: str) -> Kernel:
-    """The implementation for these settings on this platform, all but the scale bound."""
+    """The implementation for these settings on this platform."""
     cpu = platform == "cpu"
     default = _CPU_BLOCK if cpu else _ACCELERATOR_BLOCK
     block_q, block_k = config.block_q or default, config.block_k or default
     log.info("tree attention: plain JAX, blocks of %d queries × %d keys, on %s", block_q, block_k, platform)
-    kernel = partial(blockwise_attention, block_q=block_q, block_k=block_k)
+    kernel = blockwise(block_q, block_k)
     return _row_by_row(kernel) if cpu else kernel
+
+
+@lru_cache
+def _pick_transport(config: AttentionConfig, platform: str) -> str:
+    """A TPU's neighbours are near and its links slow beside NVLink: a ring hides them behind the kernel."""
+    transport = config.transport
+    if transport == "auto":
+        transport = "ring" if platform == "tpu" else "gather"
+    log.info("tree attention: keys travel over mesh.context by %s", transport)
+    return transport
 
 
 # A CPU gains from skipping finely, down to where the loop itself costs; an accelerator runs the
@@ -62,8 +97,13 @@ def _row_by_row(kernel: Kernel) -> Kernel:
     """The kernel on one row after another. Rows taken together skip only the blocks that are empty in
     all of them, which costs a CPU more than the batching gains."""
 
-    def run(*arrays, scale):
-        out, lse = lax.map(lambda row: kernel(*(x[None] for x in row), scale=scale), arrays)
-        return out[:, 0], lse[:, 0]
+    def each_row(function):
+        def run(*arrays, **settings):
+            def one_row(row):
+                return function(*jax.tree.map(lambda x: x[None], row), **settings)
 
-    return run
+            return jax.tree.map(lambda x: x[:, 0], lax.map(one_row, arrays))
+
+        return run
+
+    return Kernel(each_row(kernel.forward), each_row(kernel.backward))

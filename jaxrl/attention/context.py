@@ -1,22 +1,16 @@
 """Tree attention over a device mesh: rows, heads and the tokens of a row split over devices.
 
-Every device holds the queries of its tokens and gathers the keys and values of the whole row over
-`context`: with few KV heads they are small. The gather's transpose is a reduce-scatter, which returns
-the gradients to the keys' owners. Offsets travel with the tokens, so the result does not depend on
-how the row was cut.
+Which tokens of a row a device holds is the planner's choice (`plan`); offsets travel with the tokens, so
+the result does not depend on it. How keys reach the queries of other devices is the transport's.
 """
 
-from collections.abc import Callable
-
 import jax
-import jax.numpy as jnp
-from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxrl.attention.kernel import Kernel, differentiable
+from jaxrl.attention.transport import gather, ring
 from jaxrl.config import ConfigError
 from jaxrl.mesh import ROW_AXES, row_shards
-
-Kernel = Callable[..., tuple[jax.Array, jax.Array]]  # see blockwise_attention; scale and blocks bound
 
 
 def check_layout(mesh: Mesh, rows: int, tokens: int, heads: int, kv_heads: int) -> None:
@@ -32,39 +26,32 @@ def check_layout(mesh: Mesh, rows: int, tokens: int, heads: int, kv_heads: int) 
         raise ConfigError("packing.rows", f"{rows} rows cannot be split over data × fsdp = {ways}: make it a multiple")
 
 
-def attend_row(
-    q: jax.Array, k: jax.Array, v: jax.Array, subtree_end: jax.Array, kernel: Kernel, start: jax.Array | int
-) -> jax.Array:
-    """Attention of the queries at offsets start … start + Tq over whole rows of keys.
-
-    A token that sees only itself and is seen by no other has its own value as output. Padding is of
-    that kind: it is taken out of the kernel's hands, which skips its blocks and keeps whatever it
-    holds, NaN included, from everything else.
-    """
-    num_queries, num_keys = q.shape[1], k.shape[1]
-    offset = jnp.broadcast_to(jnp.arange(num_keys, dtype=jnp.int32), subtree_end.shape)
-    reach = lax.cummax(subtree_end, axis=1)  # where the subtrees begun so far end
-    reach_before = jnp.pad(reach[:, :-1], [(0, 0), (1, 0)])
-    alone = (subtree_end == offset + 1) & (reach_before <= offset)
-
-    def local(x):
-        return lax.dynamic_slice_in_dim(x, start, num_queries, axis=1)
-
-    out, _ = kernel(q, k, v, local(jnp.where(alone, -1, offset)), offset, jnp.where(alone, 0, subtree_end))
-    return jnp.where(local(alone)[..., None, None], jnp.repeat(local(v), q.shape[2] // k.shape[2], axis=2), out)
-
-
 def sharded_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, subtree_end: jax.Array, kernel: Kernel, mesh: Mesh
-) -> jax.Array:
-    """`attend_row` over the mesh; arguments and result as in `tree_attention`."""
+    q: jax.Array,  # [R, T, H, D]
+    k: jax.Array,  # [R, T, Hkv, D]
+    v: jax.Array,  # [R, T, Hkv, D]
+    offset: jax.Array,  # [R, T] int32
+    subtree_end: jax.Array,  # [R, T] int32
+    positions: jax.Array | None,  # [R, T] int32
+    kernel: Kernel,
+    transport: str,
+    mesh: Mesh,
+    *,
+    scale: float,
+    window: int | None,
+) -> tuple[jax.Array, jax.Array]:
+    """(output [R, T, H, D], log-sum-exp [R, T, H]) of a kernel over the mesh; `transport` is "gather" or "ring"."""
     check_layout(mesh, q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    size = mesh.shape["context"]
+    if size > 1:
+        kernel = ring(kernel, "context", size) if transport == "ring" else gather(kernel, "context")
+    attend = differentiable(kernel, scale=scale, window=window)
 
-    def on_device(q, k, v, subtree_end):
-        k, v, subtree_end = (lax.all_gather(x, "context", axis=1, tiled=True) for x in (k, v, subtree_end))
-        return attend_row(q, k, v, subtree_end, kernel, lax.axis_index("context") * q.shape[1])
+    def on_device(q, k, v, offset, subtree_end, positions):
+        return attend(q, k, v, offset, offset, subtree_end, positions, positions)
 
-    heads = PartitionSpec(ROW_AXES, "context", "tensor")
-    specs = (heads, heads, heads, PartitionSpec(ROW_AXES, "context"))
+    heads, tokens = PartitionSpec(ROW_AXES, "context", "tensor"), PartitionSpec(ROW_AXES, "context")
+    in_specs = (heads, heads, heads, tokens, tokens, None if positions is None else tokens)
     # The kernel's loops start from constants, which varying-axes checking would refuse.
-    return jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=heads, check_vma=False)(q, k, v, subtree_end)
+    run = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=(heads, heads), check_vma=False)
+    return run(q, k, v, offset, subtree_end, positions)

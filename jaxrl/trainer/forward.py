@@ -12,11 +12,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.attention import tree_attention
 from jaxrl.config import AlgorithmConfig, AttentionConfig
-from jaxrl.data import PackedRows
 from jaxrl.losses.aligned import LossSums
 from jaxrl.mesh import row_shards
 from jaxrl.models.decoder import Decoder, head_matrix
 from jaxrl.models.head import read_logprobs
+from jaxrl.trainer.placement import PlacedRows
 
 # Reads of one device whose logits exist at a time: enough to fill a matmul, and at 150,000 tokens of
 # vocabulary 0.3 GB in float32.
@@ -26,14 +26,14 @@ Variables = dict[str, Any]
 
 
 def row_logprobs(
-    variables: Variables, rows: PackedRows, decoder: Decoder, attention: AttentionConfig, mesh: Mesh
+    variables: Variables, rows: PlacedRows, decoder: Decoder, attention: AttentionConfig, mesh: Mesh
 ) -> tuple[jax.Array, jax.Array]:
     """(log-prob, entropy) of every read, [R, U] in nats at the read's temperature; 0 for unused reads."""
     architecture = decoder.architecture
 
     def attend(q, k, v, cache):
         scale = architecture.attention_scale
-        return tree_attention(q, k, v, rows.subtree_end, scale=scale, config=attention, mesh=mesh), cache
+        return tree_attention(q, k, v, rows.offset, rows.subtree_end, scale=scale, config=attention, mesh=mesh), cache
 
     hidden_RTE, _ = decoder.apply(variables, rows.tokens, rows.positions, attend)
     reads = rows.reads
@@ -48,7 +48,7 @@ def row_logprobs(
 
 
 def row_losses(
-    logp_RU: jax.Array, entropy_RU: jax.Array, rows: PackedRows, loss: Callable, algorithm: AlgorithmConfig
+    logp_RU: jax.Array, entropy_RU: jax.Array, rows: PlacedRows, loss: Callable, algorithm: AlgorithmConfig
 ) -> tuple[jax.Array, LossSums]:
     """The loss and the metric sums of each row, [R]. A read that several trajectories share is
     gathered once for each."""

@@ -25,7 +25,7 @@ from jaxrl.models.architecture import Architecture
 from jaxrl.models.decoder import Decoder, abstract_variables, shardings
 from jaxrl.trainer.forward import Variables, row_logprobs, row_losses
 from jaxrl.trainer.optimizer import make_optimizer, make_schedule
-from jaxrl.trainer.placement import check_mesh, put_rows
+from jaxrl.trainer.placement import PlacedRows, check_mesh, put_rows
 from jaxrl.trainer.state import TrainState, variables_of
 
 Metrics = dict[str, jax.Array]  # scalars
@@ -49,7 +49,7 @@ class Update:
     """The jitted parts of an optimizer step under one loss and one schedule."""
 
     zero: Callable[[], Totals]
-    accumulate: Callable[[Any, Any, Totals, PackedRows], Totals]  # (trainable, frozen, totals, rows)
+    accumulate: Callable[[Any, Any, Totals, PlacedRows], Totals]  # (trainable, frozen, totals, rows)
     apply: Callable[[TrainState, Totals], tuple[TrainState, Metrics]]
 
 
@@ -61,7 +61,7 @@ class Trainer:
     mesh: Mesh
     decoder: Decoder
     init: Callable[[Variables], TrainState]
-    _forward: Callable[[Variables, PackedRows], jax.Array]
+    _forward: Callable[[Variables, PlacedRows], jax.Array]
     _reinforce: Update
     _supervise: Update | None  # None without an `sft` table
 
@@ -97,7 +97,7 @@ class Trainer:
         step donates them, so whoever keeps them copies them first."""
         return variables_of(state.trainable, state.frozen)
 
-    def _put(self, rows: PackedRows) -> PackedRows:
+    def _put(self, rows: PackedRows) -> PlacedRows:
         expected = (self.config.packing.rows, self.config.packing.row_length)
         if rows.tokens.shape != expected:
             raise ValueError(f"rows of shape {rows.tokens.shape}: packing.rows and packing.row_length make it {expected}")
@@ -156,7 +156,7 @@ def _make_update(loss: Callable, schedule: optax.Schedule, config: Config, decod
             nonfinite_row=jnp.int32(-1),
         )
 
-    def accumulate(trainable: Any, frozen: Any, totals: Totals, rows: PackedRows) -> Totals:
+    def accumulate(trainable: Any, frozen: Any, totals: Totals, rows: PlacedRows) -> Totals:
         def batch_loss(trainable):
             logp, entropy = row_logprobs(variables_of(trainable, frozen), rows, decoder, config.attention, mesh)
             losses_R, sums_R = row_losses(logp, entropy, rows, loss, algorithm)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.attention.blockwise import _key_blocks, _visible_blocks, blockwise_attention
+from jaxrl.attention.blockwise import _key_blocks, _Queries, _visible_blocks, blockwise_attention
 from jaxrl.attention.naive import naive_attention, visible
 
 
@@ -28,6 +28,12 @@ def random_forest(rng, num_tokens, num_valid=None, max_segment=40):
     return end.astype(np.int32)
 
 
+def positions_of(end):
+    """Logical positions [T]: the number of tokens before each on its path."""
+    offset = np.arange(len(end))
+    return (np.asarray(visible(offset[None], offset[None], end[None]))[0].sum(-1) - 1).astype(np.int32)
+
+
 def error(a, b):
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     return np.linalg.norm(a - b) / np.linalg.norm(b)
@@ -39,11 +45,11 @@ def inputs(rng, rows, num_queries, num_keys, heads, kv_heads, size, dtype):
 
 
 @partial(jax.jit, static_argnums=0)
-def values_and_gradients(f, q, k, v, *offsets, weights):
+def values_and_gradients(f, q, k, v, *places, weights):
     """Output, log-sum-exp and the gradients of a loss in which both take part."""
 
     def loss(q, k, v):
-        out, lse = f(q, k, v, *offsets)
+        out, lse = f(q, k, v, *places)
         seen = jnp.isfinite(lse)
         out_weights, lse_weights = weights
         total = jnp.where(seen[..., None], out * out_weights, 0).sum() + jnp.where(seen, lse * lse_weights, 0).sum()
@@ -53,24 +59,29 @@ def values_and_gradients(f, q, k, v, *offsets, weights):
     return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True))
 
 
-def compare(rng, rows, num_tokens, heads, kv_heads, size, block_q, block_k, dtype):
+def compare(rng, rows, num_tokens, heads, kv_heads, size, block_q, block_k, window, dtype):
     end = np.stack([random_forest(rng, num_tokens, int(num_tokens * rng.uniform(0.6, 1))) for _ in range(rows)])
     offset = np.broadcast_to(np.arange(num_tokens, dtype=np.int32), end.shape)
     q, k, v = inputs(rng, rows, num_tokens, num_tokens, heads, kv_heads, size, dtype)
     weights = jnp.asarray(rng.standard_normal(q.shape), dtype), jnp.asarray(rng.standard_normal(q.shape[:3]), dtype)
-    scale = size**-0.5
-    blockwise = partial(blockwise_attention, scale=scale, block_q=block_q, block_k=block_k)
-    got = values_and_gradients(blockwise, q, k, v, offset, offset, end, weights=weights)
-    want = values_and_gradients(partial(naive_attention, scale=scale), q, k, v, offset, offset, end, weights=weights)
+    position = np.stack([positions_of(row) for row in end])
+    settings = {"scale": size**-0.5, "window": window}
+    blockwise, naive = (
+        partial(f, **settings) for f in (partial(blockwise_attention, block_q=block_q, block_k=block_k), naive_attention)
+    )
+    places = offset, offset, end, position, position
+    got, want = (values_and_gradients(f, q, k, v, *places, weights=weights) for f in (blockwise, naive))
     return {name: error(got[name], want[name]) for name in got}
 
 
-SHAPES = [  # rows, tokens, heads, KV heads, head size, query block, key block
-    (2, 63, 8, 8, 32, 64, 16),
-    (2, 500, 8, 4, 16, 64, 128),
-    (1, 500, 4, 1, 128, 128, 64),
-    (1, 1000, 8, 2, 64, 128, 128),
-    (1, 1000, 8, 1, 24, 96, 200),
+SHAPES = [  # rows, tokens, heads, KV heads, head size, query block, key block, window
+    (2, 63, 8, 8, 32, 64, 16, None),
+    (2, 500, 8, 4, 16, 64, 128, None),
+    (1, 500, 4, 1, 128, 128, 64, None),
+    (1, 1000, 8, 2, 64, 128, 128, None),
+    (1, 1000, 8, 1, 24, 96, 200, None),
+    (2, 63, 4, 2, 16, 8, 16, 1),
+    (2, 500, 8, 4, 16, 64, 48, 37),
 ]
 
 
@@ -80,7 +91,7 @@ def test_float32_equals_naive(shape):
     assert max(errors.values()) <= 1e-5, errors
 
 
-@pytest.mark.parametrize("shape", SHAPES[1::3], ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[4], SHAPES[6]], ids=str)
 def test_float64_equals_naive(shape):
     with jax.enable_x64(True):
         errors = compare(np.random.default_rng(1), *shape, jnp.float64)
@@ -106,8 +117,9 @@ def test_bfloat16_accumulates_in_float32():
     assert errors["lse"] <= 1e-5, errors  # never rounded to bf16
 
 
-def test_any_selection_of_tokens_in_any_order():
-    """Queries and keys drawn and shuffled independently, some of them invalid, merge exactly."""
+@pytest.mark.parametrize("window", [None, 20])
+def test_any_selection_of_tokens_in_any_order(window):
+    """Queries and keys drawn and shuffled independently, some of them invalid."""
     rng = np.random.default_rng(3)
     num_tokens = 300
     end = random_forest(rng, num_tokens)
@@ -118,12 +130,13 @@ def test_any_selection_of_tokens_in_any_order():
     subtree_end[:, ::7] = 0
     q, k, v = inputs(rng, 1, 140, 210, 4, 2, 16, jnp.float32)
     weights = jnp.asarray(rng.standard_normal(q.shape), jnp.float32), jnp.ones(q.shape[:3])
-    offsets = q_offset, k_offset, subtree_end
-    got = values_and_gradients(
-        partial(blockwise_attention, scale=0.3, block_q=32, block_k=64), q, k, v, *offsets, weights=weights
-    )
-    want = values_and_gradients(partial(naive_attention, scale=0.3), q, k, v, *offsets, weights=weights)
-    unseen = ~np.asarray(visible(*offsets)).any(-1)
+    position = positions_of(end)
+    places = q_offset, k_offset, subtree_end, position[q_offset], position[k_offset]
+    settings = {"scale": 0.3, "window": window}
+    blockwise = partial(blockwise_attention, block_q=32, block_k=64, **settings)
+    got = values_and_gradients(blockwise, q, k, v, *places, weights=weights)
+    want = values_and_gradients(partial(naive_attention, **settings), q, k, v, *places, weights=weights)
+    unseen = ~np.asarray(visible(*places, window)).any(-1)
     assert unseen.sum() > (q_offset < 0).sum()  # valid queries without a key among them
     assert not np.asarray(got["out"])[unseen].any() and not np.asarray(got["dq"])[unseen].any()
     errors = {name: error(got[name], want[name]) for name in got}
@@ -137,7 +150,9 @@ def test_log_sum_exp_of_an_empty_query_is_minus_infinity():
     assert np.all(np.asarray(lse) == -np.inf) and not np.asarray(out).any()
 
 
-def test_invalid_tokens_holding_nan_change_no_bit():
+@pytest.mark.parametrize("window", [None, 25])
+def test_invalid_tokens_holding_nan_change_no_bit(window):
+    """Their positions are arbitrary too."""
     rng = np.random.default_rng(5)
     num_tokens, num_valid = 200, 130
     end = random_forest(rng, num_tokens, num_valid)[None]
@@ -148,10 +163,12 @@ def test_invalid_tokens_holding_nan_change_no_bit():
     poisoned = [x.at[:, num_valid:].set(jnp.nan) for x in clean]
     weights = jnp.ones(clean[0].shape), jnp.ones(clean[0].shape[:3])
     bad_weights = tuple(w.at[:, num_valid:].set(jnp.nan) for w in weights)
-    run = partial(blockwise_attention, scale=0.25, block_q=32, block_k=32)
-    want = values_and_gradients(run, *clean, q_offset, k_offset, end, weights=weights)
+    run = partial(blockwise_attention, scale=0.25, window=window, block_q=32, block_k=32)
+    position = positions_of(end[0])[None]
+    bad_position = np.where(np.arange(num_tokens) < num_valid, position, rng.integers(-9, 999, num_tokens)).astype(np.int32)
+    want = values_and_gradients(run, *clean, q_offset, k_offset, end, position, position, weights=weights)
     for name, cotangents in (("inputs", weights), ("inputs and cotangents", bad_weights)):
-        got = values_and_gradients(run, *poisoned, q_offset, k_offset, end, weights=cotangents)
+        got = values_and_gradients(run, *poisoned, q_offset, k_offset, end, bad_position, bad_position, weights=cotangents)
         for key in want:
             np.testing.assert_array_equal(got[key], want[key], err_msg=f"{key}, NaN in {name}")
 
@@ -175,19 +192,24 @@ def test_memory_is_linear_in_tokens():
     assert four < 8192 * 8192 * 4 / 4  # a quarter of one head's score matrix
 
 
-def test_blocks_without_a_visible_pair_are_skipped():
-    """Every block with a visible pair is visited, no key block from a finished tree is."""
+@pytest.mark.parametrize("window", [None, 20])
+def test_blocks_without_a_visible_pair_are_skipped(window):
+    """Every block with a visible pair is visited, no key block from a finished tree or before the window is."""
     rng = np.random.default_rng(8)
     num_tokens, block = 256, 16
-    end = np.concatenate([random_forest(rng, 64) + 64 * i for i in range(4)])[None]  # four groups of trees
-    offset = np.arange(num_tokens, dtype=np.int32)[None]
+    end = np.concatenate([random_forest(rng, 64) + 64 * i for i in range(3)] + [np.full(64, 256, np.int32)])[None]
+    offset, position = np.arange(num_tokens, dtype=np.int32)[None], positions_of(end[0])[None]
     _, k, v = inputs(rng, 1, 1, num_tokens, 1, 1, 4, jnp.float32)
-    key = _key_blocks(k, v, offset, end, block)
-    seen = np.asarray(visible(offset, offset, end))[0].reshape(16, block, 16, block).any((1, 3))
+    keys = _key_blocks(k, v, offset, end, position, block, window)
+    seen = np.asarray(visible(offset, offset, end, position, position, window))[0].reshape(16, block, 16, block).any((1, 3))
     for i in range(16):
-        blocks, count = _visible_blocks(offset[:, i * block : (i + 1) * block], key)
+        queries = slice(i * block, (i + 1) * block)
+        blocks, count = _visible_blocks(_Queries(offset[:, queries], position[:, queries]), keys, window)
         visited = set(np.asarray(blocks)[: int(count)].tolist())
-        assert set(np.flatnonzero(seen[i]).tolist()) <= visited <= set(range(i // 4 * 4, i + 1))
+        may_visit = set(range(i // 4 * 4, i + 1))
+        if window and i >= 12:  # a chain of 64 tokens: the first of these queries sees 19 tokens back
+            may_visit = set(range(max(12, i - 2), i + 1))
+        assert set(np.flatnonzero(seen[i]).tolist()) <= visited <= may_visit
 
 
 def test_lengths_and_trees_do_not_recompile():

@@ -1,4 +1,5 @@
-"""`tree_attention` over eight devices, each axis alone and together, and over rows with padding."""
+"""`tree_attention` over eight devices, each axis alone and together, and over rows with padding. Trees of
+every shape over the context axis alone: test_context.py."""
 
 import logging
 from functools import lru_cache, partial
@@ -41,21 +42,21 @@ def case(seed, rows=8, num_tokens=64, heads=16, kv_heads=8, size=8):
     rng = np.random.default_rng(seed)
     shapes = [(rows, num_tokens, n, size) for n in (heads, kv_heads, kv_heads, heads)]
     q, k, v, weights = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes)
-    return q, k, v, rows_of(rng, rows, num_tokens), weights
+    offset = jnp.broadcast_to(jnp.arange(num_tokens, dtype=jnp.int32), (rows, num_tokens))
+    return q, k, v, offset, rows_of(rng, rows, num_tokens), weights
 
 
 @partial(jax.jit, static_argnums=0)
-def run(attention, q, k, v, end, weights):
+def run(attention, q, k, v, offset, end, weights):
     def loss(q, k, v):
-        out = attention(q, k, v, end)
+        out = attention(q, k, v, offset, end)
         return (out * weights).sum(), out
 
     gradients, out = jax.grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
     return dict(zip(("out", "dq", "dk", "dv"), (out, *gradients), strict=True))
 
 
-def dense(q, k, v, end):
-    offset = jnp.broadcast_to(jnp.arange(end.shape[1]), end.shape)
+def dense(q, k, v, offset, end):
     return naive_attention(q, k, v, offset, offset, end, scale=0.3)[0]
 
 
@@ -73,7 +74,8 @@ def test_layouts_equal_naive(layout):
     mesh = make_mesh(MeshConfig(**{"data": 1, **layout}))
     args = case(0)
     heads = NamedSharding(mesh, PartitionSpec(ROW_AXES, "context", "tensor"))
-    placed = jax.device_put(args, (heads, heads, heads, row_sharding(mesh, tokens=True), heads))
+    tokens = row_sharding(mesh, tokens=True)
+    placed = jax.device_put(args, (heads, heads, heads, tokens, tokens, heads))
     got = run(partial(tree_attention, scale=0.3, config=CONFIG, mesh=mesh), *placed)
     assert got["out"].sharding.is_equivalent_to(heads, 4)
     assert largest_error(got, dense_result()) <= 1e-5
@@ -81,29 +83,35 @@ def test_layouts_equal_naive(layout):
 
 @pytest.mark.parametrize("layout", [None, {"context": 2, "data": 4}], ids=str)
 def test_padding_holding_nan_changes_no_bit(layout):
-    """Padding sees itself, so its own output is NaN; nothing else is."""
+    """Padding gets output 0 and gives no gradient, to the sink neither."""
     mesh = layout and make_mesh(MeshConfig(**layout))
-    attention = partial(tree_attention, scale=0.3, config=CONFIG, mesh=mesh)
-    q, k, v, end, weights = case(1)
+    q, k, v, offset, end, weights = case(1)
     valid = np.arange(64) < 64 - 10
-    end = jnp.where(valid, end, jnp.arange(1, 65))
+    offset, end = jnp.where(valid, offset, -1), jnp.where(valid, end, jnp.arange(1, 65))
+    sink = jnp.asarray(np.random.default_rng(2).standard_normal(q.shape[2]), jnp.float32)
+
+    @jax.jit
+    def run(q, k, v, weights):
+        def loss(q, k, v, sink):
+            out = tree_attention(q, k, v, offset, end, scale=0.3, config=CONFIG, mesh=mesh, sink=sink)
+            return jnp.where(valid[:, None, None], out * weights, 0).sum(), out
+
+        gradients, out = jax.grad(lambda *x: loss(*x), (0, 1, 2, 3), has_aux=True)(q, k, v, sink)
+        return dict(zip(("out", "dq", "dk", "dv", "dsink"), (out, *gradients), strict=True))
 
     def poison(x):
         return jnp.where(valid[:, None, None], x, jnp.nan)
 
-    want = run(attention, q, k, v, end, jnp.where(valid[:, None, None], weights, 0))
-    got = run(attention, poison(q), poison(k), poison(v), end, poison(weights))
+    want = run(q, k, v, jnp.where(valid[:, None, None], weights, 0))
+    got = run(poison(q), poison(k), poison(v), poison(weights))
     for name in want:
-        np.testing.assert_array_equal(got[name][:, valid], want[name][:, valid], err_msg=name)
+        np.testing.assert_array_equal(got[name], want[name], err_msg=name)
+        assert name == "dsink" or not np.asarray(want[name])[:, ~valid].any()
 
 
-def test_a_token_alone_returns_its_value():
-    q, k, v, _, weights = case(2)
-    end = jnp.broadcast_to(jnp.arange(1, 65, dtype=jnp.int32), (8, 64))
-    got = run(partial(tree_attention, scale=0.3, config=CONFIG, mesh=None), q, k, v, end, weights)
-    np.testing.assert_array_equal(got["out"], np.repeat(v, 2, axis=2))
-    assert not got["dq"].any() and not got["dk"].any()
-    np.testing.assert_allclose(got["dv"], weights.reshape(8, 64, 8, 2, 8).sum(3), rtol=1e-6)
+def test_a_window_without_positions_is_refused():
+    with pytest.raises(ValueError, match="positions"):
+        tree_attention(*case(2)[:5], scale=1.0, config=CONFIG, mesh=None, window=4)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +124,7 @@ def test_a_token_alone_returns_its_value():
 )
 def test_what_cannot_be_split_names_its_key(layout, shape, key):
     with pytest.raises(ConfigError, match=key) as error:
-        tree_attention(*case(3, **shape)[:4], scale=1.0, config=CONFIG, mesh=make_mesh(MeshConfig(**layout)))
+        tree_attention(*case(3, **shape)[:5], scale=1.0, config=CONFIG, mesh=make_mesh(MeshConfig(**layout)))
     assert error.value.key == key
 
 
@@ -124,5 +132,5 @@ def test_the_choice_is_logged_once(caplog):
     config = AttentionConfig(block_q=8, block_k=8)
     with caplog.at_level(logging.INFO, "jaxrl.attention"):
         for _ in range(2):
-            jax.eval_shape(partial(tree_attention, scale=1.0, config=config, mesh=None), *case(4)[:4])
+            jax.eval_shape(partial(tree_attention, scale=1.0, config=config, mesh=None), *case(4)[:5])
     assert [r.message for r in caplog.records] == ["tree attention: plain JAX, blocks of 8 queries × 8 keys, on cpu"]
