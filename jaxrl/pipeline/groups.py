@@ -73,23 +73,25 @@ class JournalWriter:
     async def _write(self) -> None:
         while self._waiting or self._is_due:
             batch, self._waiting = self._waiting, []
-            groups = [group for group, _ in batch]
-            partials = self._take_partials({(group.index, e.index) for group in groups for e in group.episodes})
             try:
-                await asyncio.to_thread(self._journal.append, *groups, partials=partials)
+                await asyncio.to_thread(self._append, [group for group, _ in batch], self._take_partial())
             except Exception as error:  # those who wait raise it
                 self._error = error
                 _settle(batch, error)
             else:
                 _settle(batch, None)
 
-    def _take_partials(self, finished: set[tuple[int, int]]) -> list[Partial]:
-        partials = [Partial(*place, tuple(merge(parts))) for place, parts in self._partial.items() if place not in finished]
-        self._partial, self._num_tokens, self._is_due = {}, 0, False
+    def _take_partial(self) -> dict[tuple[int, int], list[Increment]]:
+        partial, self._partial, self._num_tokens, self._is_due = self._partial, {}, 0, False
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        return partials
+        return partial
+
+    def _append(self, groups: list[Group], partial: dict[tuple[int, int], list[Increment]]) -> None:
+        finished = {(group.index, episode.index) for group in groups for episode in group.episodes}
+        partials = [Partial(*place, tuple(merge(parts))) for place, parts in partial.items() if place not in finished]
+        self._journal.append(*groups, partials=partials)
 
 
 def _settle(batch: Sequence[tuple[Group, asyncio.Future]], error: Exception | None) -> None:
