@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from scripted import ScriptedSampler, save_tokenizer
 
-from jaxrl.config import EnvConfig
+from jaxrl.config import ConfigError, EnvConfig
 from jaxrl.data import Source
+from jaxrl.rollout import workers
 from jaxrl.rollout.chat import LengthLimit
 from jaxrl.rollout.episodes import EpisodeRunner, call_seed, failure_kind
 from jaxrl.rollout.protocol import SamplerError, SamplingParams
@@ -164,6 +165,32 @@ def test_failures_cost_their_episode_only(tokenizer, tmp_path):
     # What was answered is replayed and what was being generated goes on: five prompts each of the innocent, one of the others.
     sampled = [tuple(prompt) + (params.seed,) for prompt, params in zip(sampler.prompts, sampler.params, strict=True)]
     assert len(sampled) == len(set(sampled)) == 3 * 5 + len(bad)
+
+
+def test_a_run_of_blocking_episodes_alone_ends(tokenizer):
+    """Of so many tasks without another episode in between; so many of one task only if nothing else ever ended."""
+
+    async def charge(numbers, ended):
+        settings = workers.WorkerSettings(EnvConfig(name="e"), "", 0, tokenizer, (EOS,), LengthLimit(9, "k"))
+        pool = workers.Workers(settings)
+        pool._num_ended = ended
+        for number in numbers:
+            job = workers.Job(0, {"n": number}, 1, None, asyncio.get_running_loop().create_future())
+            pool._charge(job, "hung", "blocked its worker for 30 s")
+            assert (await job.result)["kind"] == "hung"
+        return pool._broken
+
+    limit = workers.BLOCKED_TASKS
+    for numbers, ended, breaks in [
+        (range(limit), 5, True),
+        (range(limit - 1), 5, False),
+        ([0] * 50, 5, False),
+        ([0] * workers.BLOCKED_FROM_THE_START, 0, True),
+        ([0] * (workers.BLOCKED_FROM_THE_START - 1), 0, False),
+    ]:
+        broken = asyncio.run(charge(numbers, ended))
+        assert isinstance(broken, ConfigError) == breaks
+        assert not breaks or "blocked its worker for 30 s" in str(broken) and broken.key == "env.name"
 
 
 def test_an_episodes_clock_stands_while_others_hold_the_cpu():
