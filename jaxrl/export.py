@@ -36,6 +36,8 @@ def export(
     """
     config = load(run / "config.toml")
     model = config.model
+    if model.param_dtype == "float64":
+        jax.config.update("jax_enable_x64", True)  # or what is restored is rounded to float32
     if adapter and model.lora is None:
         raise ConfigError("model.lora", f"the run in {run} trained no adapter: leave out --adapter")
     source = local_folder("model.checkpoint", model.checkpoint) if model.checkpoint else None

@@ -19,13 +19,15 @@ SAVED = (1, 2, 3)
 BEST = 2
 
 
-def make_run(folder, stories, lora: LoraConfig | None, store_base: bool = False):
+def make_run(folder, stories, lora: LoraConfig | None, store_base: bool = False, param_dtype: str = "float32"):
     """The folder of a run with three checkpoints; returns the variables of each step."""
     folder.mkdir()
     adapter = f'\n[model.lora]\nrank = {lora.rank}\nalpha = {lora.alpha}\ntargets = ["q_proj", "down_proj"]\n' if lora else ""
-    (folder / "config.toml").write_text(f'env = "sums"\n[model]\ncheckpoint = "{stories}"\n{adapter}')
+    (folder / "config.toml").write_text(
+        f'env = "sums"\n[model]\ncheckpoint = "{stories}"\nparam_dtype = "{param_dtype}"\n{adapter}'
+    )
     architecture = load_architecture(stories)
-    base = load_checkpoint(stories, architecture, None, "float32")
+    base = load_checkpoint(stories, architecture, None, param_dtype)
     variables = init_variables(Decoder(architecture, lora=lora), jax.random.key(0), None) if lora else {}
     start = variables["lora"] if lora else base
     by_step = {}
@@ -78,7 +80,7 @@ def test_what_cannot_be_exported_is_named(stories, tmp_path, capsys):
     assert not out.exists()
     assert main([str(run), str(stories)]) == 2 and "already holds a model" in capsys.readouterr().err
     config = run / "config.toml"
-    config.write_text(config.read_text() + 'param_dtype = "bfloat16"\n')
+    config.write_text(config.read_text().replace("float32", "bfloat16"))
     assert main([str(run), str(out)]) == 2 and "float32[512, 64] there and bfloat16" in capsys.readouterr().err
     (run / "checkpoints").rename(run / "elsewhere")
     assert main([str(run), str(out)]) == 2 and "no folder checkpoints" in capsys.readouterr().err
@@ -89,3 +91,16 @@ def test_what_cannot_be_exported_is_named(stories, tmp_path, capsys):
 @pytest.fixture
 def stories(request):
     return request.config.rootpath / "tests" / "data" / "stories260K"
+
+
+def test_a_float64_run_keeps_its_bits(stories, tmp_path):
+    try:
+        jax.config.update("jax_enable_x64", True)
+        trained = make_run(tmp_path / "run", stories, None, param_dtype="float64")[3]
+        jax.config.update("jax_enable_x64", False)
+        assert main([str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+        out = load_checkpoint(tmp_path / "out", load_architecture(stories), None, "float64")
+    finally:
+        jax.config.update("jax_enable_x64", False)
+    assert {x.dtype for x in jax.tree.leaves(out)} == {np.dtype("float64")}
+    assert_equal(out, trained["params"])
