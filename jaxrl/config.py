@@ -205,6 +205,7 @@ class EvalConfig(_Table):
 
 class LogConfig(_Table):
     tensorboard: bool = Field(default=True, description="Write TensorBoard event files.")
+    wandb: str = Field(default="", description="Project of Weights & Biases that metrics go to; empty: none.")
     rollouts: int = Field(default=4, ge=0, description="Readable rollouts written per step.")
     live: bool = Field(default=True, description="Show the live progress view when the output is a terminal.")
 

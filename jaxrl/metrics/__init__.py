@@ -15,7 +15,7 @@ from jaxrl.config import LogConfig
 from jaxrl.metrics import names
 from jaxrl.metrics.jsonl import JsonlTracker, cut
 
-__all__ = ["Tracker", "Trackers", "cut", "make_trackers", "names"]
+__all__ = ["Tracker", "Trackers", "check_trackers", "cut", "make_trackers", "names"]
 
 
 class Tracker(Protocol):
@@ -40,6 +40,14 @@ class Trackers:
             tracker.close()
 
 
+def check_trackers(log: LogConfig) -> None:
+    """Raises ConfigError if a tracker needs a package that is not installed."""
+    if log.wandb:
+        from jaxrl.metrics.wandb import check_installed
+
+        check_installed()
+
+
 def make_trackers(log: LogConfig, run_dir: str | Path, start_step: int, total_steps: int) -> Trackers:
     """The trackers of a run that goes on from the checkpoint of `start_step`, or begins (-1).
 
@@ -53,6 +61,10 @@ def make_trackers(log: LogConfig, run_dir: str | Path, start_step: int, total_st
         from jaxrl.metrics.tensorboard import TensorBoardTracker  # imports a second's worth of modules
 
         members.append(TensorBoardTracker(run_dir / "tensorboard", start_step))
+    if log.wandb:
+        from jaxrl.metrics.wandb import WandbTracker
+
+        members.append(WandbTracker(log.wandb, run_dir))
     if log.live and sys.stdout.isatty():
         from jaxrl.metrics.live import LiveTracker
 

@@ -12,6 +12,7 @@ import zstandard
 from jaxrl.data import Episode, Group
 from jaxrl.metrics import names
 from jaxrl.rollout.episodes import FAILURES, failure_kind
+from jaxrl.rollout.protocol import SamplerLoad
 from jaxrl.rollout.tokenizer import Tokenizer
 
 
@@ -37,6 +38,17 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         for name, value in episode.metrics.items():
             own[name if "/" in name else f"env/{name}"].append(value)
     return metrics | {name: float(np.mean(values)) for name, values in sorted(own.items())}
+
+
+def load_metrics(loads: Sequence[SamplerLoad]) -> dict[str, float]:
+    """Means over what was seen of the sampler: generations that run and that wait, share of the KV cache in use."""
+    if not loads:
+        return {}
+    return {
+        "load/running": float(np.mean([load.num_running for load in loads])),
+        "load/waiting": float(np.mean([load.num_waiting for load in loads])),
+        "load/kv_use": float(np.mean([load.kv_use for load in loads])),
+    }
 
 
 def num_sampled(episode: Episode) -> int:

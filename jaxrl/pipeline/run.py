@@ -27,14 +27,14 @@ from jaxrl.pipeline.data_order import fingerprint
 from jaxrl.pipeline.evaluate import evaluate
 from jaxrl.pipeline.groups import JournalWriter, run_group
 from jaxrl.pipeline.journal import Journal, open_journal
-from jaxrl.pipeline.rollouts import cut_rollouts, num_sampled, rollout_metrics, write_rollouts
+from jaxrl.pipeline.rollouts import cut_rollouts, load_metrics, num_sampled, rollout_metrics, write_rollouts
 from jaxrl.pipeline.run_folder import lock, open_run
 from jaxrl.pipeline.setup import ENVIRONMENTS, Parts, build, initial_variables
 from jaxrl.pipeline.training import Trained, train
 from jaxrl.pipeline.warm_start import read_traces, warm_start
 from jaxrl.rollout.checked import CheckedSampler
 from jaxrl.rollout.episodes import EpisodeRunner, length_limit
-from jaxrl.rollout.protocol import Sampler, SamplerError
+from jaxrl.rollout.protocol import Sampler, SamplerError, SamplerLoad
 from jaxrl.trainer.state import TrainState
 
 log = logging.getLogger(__name__)
@@ -213,6 +213,7 @@ class _Shell:
         self.saved_snapshot: dict[str, Any] | None = None  # of the save under way
         self.tasks: dict[asyncio.Task, int | None] = {}  # with the group it runs
         self.counted = self.controller  # at the step before: its counters run through the whole run
+        self.loads: list[SamplerLoad] = []  # seen since the last step, at every event and at least once a second
         self.last_step_at = time.monotonic()
         self.seconds = {"publish": 0.0, "checkpoint": 0.0, "evaluate": 0.0}
 
@@ -244,6 +245,7 @@ class _Shell:
                 event = await asyncio.wait_for(self.events.get(), TICK_SECONDS)
             except TimeoutError:
                 event = c.Tick()
+            self.loads.append(self.sampler.load())
 
     def _do(self, action: c.Action) -> None:
         match action:
@@ -312,12 +314,14 @@ class _Shell:
                 state_intact=True,
             )
         recent, self.recent = self.recent, []
+        loads, self.loads = self.loads, []
         before, self.counted = self.counted, self.controller
         since = trained - self.last_step_at
         values = {
             **rollout_metrics(recent),
             **done.metrics,
             **batch.metrics,
+            **load_metrics(loads),
             "groups/finished": float(len(recent)),
             "groups/zero_variance": float(self.counted.num_zero_variance - before.num_zero_variance),
             "groups/dropped_stale": float(self.counted.num_stale - before.num_stale),

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.mesh import make_mesh
+from jaxrl.metrics import check_trackers
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.decoder import init_variables, shardings
 from jaxrl.models.hf import load_architecture, load_checkpoint
@@ -48,6 +49,7 @@ def build(config: Config) -> Parts:
         jax.config.update("jax_default_matmul_precision", "float32")  # or GPUs and TPUs round matmul inputs
     if "float64" in (config.model.dtype, config.model.param_dtype):
         jax.config.update("jax_enable_x64", True)
+    check_trackers(config.log)
     environment = load_environment(config.env, ENVIRONMENTS, config.seed)
     if config.eval.num_tasks > len(environment.heldout):
         have = f"{config.env.name} has {len(environment.heldout)} held-out tasks"

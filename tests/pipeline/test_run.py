@@ -80,7 +80,7 @@ def metrics_of(config: Config) -> list[dict]:
 
 def exact(lines: list[dict]) -> list[dict]:
     """What must be equal to the bit: everything but clocks."""
-    return [{k: v for k, v in line.items() if not k.startswith("time") and "per_second" not in k} for line in lines]
+    return [{k: v for k, v in line.items() if not k.startswith(("time", "load/")) and "per_second" not in k} for line in lines]
 
 
 def weights_of(config: Config, step: int | None = None) -> dict[str, np.ndarray]:
