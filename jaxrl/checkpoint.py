@@ -86,7 +86,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, in order: what a process that starts now would find."""
-        return sorted(ocp.utils.checkpoint_steps(self._folder))
+        return saved_steps(self._folder)
 
     def latest(self) -> int | None:
         """The step of the newest complete checkpoint; None if there is none."""
@@ -143,6 +143,11 @@ class Checkpoints:
 
     def _error(self, what: str, error: Exception | str) -> CheckpointError:
         return CheckpointError(f"{what} {self._folder}: {error}")
+
+
+def saved_steps(folder: str | Path) -> list[int]:
+    """Steps of the complete checkpoints of a folder, in order; none if there is no such folder."""
+    return sorted(ocp.utils.checkpoint_steps(folder)) if Path(folder).exists() else []
 
 
 def abstract_state(state: Any, shardings: Any = None) -> Any:

@@ -1,7 +1,8 @@
 """Trains a language model by reinforcement learning: python -m jaxrl.train CONFIG [--KEY VALUE ...]
 
 CONFIG is a TOML file; every key of it can be set on the command line by its dotted name. Starting the
-same command again continues the run. The last line of a finished run is JSON.
+same command again continues the run. The last line of a finished run is JSON. A run over several hosts is this
+command on each of them: see `jaxrl.trainer.processes.initialize`.
 """
 
 import json
@@ -29,15 +30,19 @@ def main(arguments: Sequence[str]) -> int:
     from jaxrl.pipeline.journal import JournalError
     from jaxrl.pipeline.run import RunError, run
     from jaxrl.samplers import make_sampler
+    from jaxrl.trainer.processes import ProcessError, initialize
 
     try:
+        initialize()
         summary = run(config, make_sampler)
-    except (ConfigError, UnsupportedModelError, CheckpointFileError) as error:
+    except (ConfigError, ProcessError, UnsupportedModelError, CheckpointFileError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except (RunError, CheckpointError, JournalError, FloatingPointError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    if summary is None:  # process 0 tells how the run ended
+        return 0
     if summary["ended"] != "finished":
         print(f"{summary['ended']} after step {summary['steps']}: the same command continues", file=sys.stderr)
     print(json.dumps(summary), flush=True)

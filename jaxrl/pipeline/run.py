@@ -10,32 +10,38 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxrl.checkpoint import Checkpoints, abstract_state
+import jax
+
+from jaxrl.checkpoint import Checkpoints, saved_steps
 from jaxrl.config import Config, ConfigError
-from jaxrl.data import Group
+from jaxrl.data import Group, Trajectory
 from jaxrl.metrics import JsonlTracker, Trackers, cut, make_trackers, names
 from jaxrl.packing import PackingError
 from jaxrl.pipeline import controller as c
-from jaxrl.pipeline.batch import Batch, is_informative, make_batch, oldest_version, refused_batch
+from jaxrl.pipeline.batch import Batch, is_informative, make_batch, oldest_version
 from jaxrl.pipeline.data_order import fingerprint
 from jaxrl.pipeline.evaluate import evaluate
+from jaxrl.pipeline.follower import follow
 from jaxrl.pipeline.groups import JournalWriter, run_group
 from jaxrl.pipeline.journal import Journal, open_journal
 from jaxrl.pipeline.rollouts import cut_rollouts, load_metrics, num_sampled, rollout_metrics, write_rollouts
 from jaxrl.pipeline.run_folder import lock, open_run
-from jaxrl.pipeline.setup import ENVIRONMENTS, Parts, build, initial_variables
-from jaxrl.pipeline.training import Trained, train
+from jaxrl.pipeline.setup import ENVIRONMENTS, Parts, build
+from jaxrl.pipeline.start import restore_or_start, saved_part
+from jaxrl.pipeline.training import Trained, parity_batch, train
 from jaxrl.pipeline.warm_start import read_traces, warm_start
 from jaxrl.rollout.checked import CheckedSampler
 from jaxrl.rollout.episodes import EpisodeRunner, length_limit
 from jaxrl.rollout.protocol import Sampler, SamplerError, SamplerLoad
-from jaxrl.trainer.state import TrainState
+from jaxrl.trainer.placement import gather
+from jaxrl.trainer.processes import Action, Peers, ProcessError, Record
+from jaxrl.trainer.state import TrainState, variables_of
 
 log = logging.getLogger(__name__)
 
@@ -49,11 +55,16 @@ class RunError(Exception):
     """The run cannot go on. What was finished is in the run's folder; the same command continues it."""
 
 
-def run(config: Config, make_sampler: MakeSampler) -> dict[str, Any]:
-    """Runs, or continues, the run a config describes; returns its summary. `make_sampler` makes what generates, from the
-    weights to begin with: `jaxrl.samplers.make_sampler`. Raises ConfigError and errors that name a file or tensor before
-    anything expensive starts, RunError for what goes wrong later."""
-    return asyncio.run(_with_signals(config, make_sampler, time.monotonic()))
+def run(config: Config, make_sampler: MakeSampler) -> dict[str, Any] | None:
+    """Runs, or continues, the run a config describes; returns its summary, on process 0 alone if there are several: each
+    of them calls this. `make_sampler` makes what generates, from the weights to begin with: `jaxrl.samplers.make_sampler`.
+    Raises ConfigError and errors that name a file or tensor before anything expensive starts, RunError for what goes
+    wrong later."""
+    if jax.process_index() == 0:
+        return asyncio.run(_with_signals(config, make_sampler, time.monotonic()))
+    with Peers() as peers:
+        follow(config, peers)
+    return None
 
 
 async def _with_signals(config: Config, make_sampler: MakeSampler, began: float) -> dict[str, Any]:
@@ -62,32 +73,55 @@ async def _with_signals(config: Config, make_sampler: MakeSampler, began: float)
     signals = (signal.SIGTERM, signal.SIGINT)
     for number in signals:
         loop.add_signal_handler(number, events.put_nowait, c.Signal(signal.Signals(number).name))
+
+    def hear(news: str | ProcessError) -> None:
+        event = c.Signal(news) if isinstance(news, str) else RunError(f"{news}\n{_kept(config)}")
+        loop.call_soon_threadsafe(events.put_nowait, event)
+
     try:
-        return await _run(config, make_sampler, events, began)
+        with Peers(hear) as peers:
+            return await _run(config, make_sampler, peers, events, began)
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1:
+            raise
+        problem = f"a computation of all processes failed, maybe because one died: {str(error).splitlines()[0]}"
+        raise RunError(f"{problem}\n{_kept(config)}") from error
     finally:
         for number in signals:
             loop.remove_signal_handler(number)
 
 
-async def _run(config: Config, make_sampler: MakeSampler, events: asyncio.Queue, began: float) -> dict[str, Any]:
+def _kept(config: Config) -> str:
+    return f"{Path(config.out) / config.name} holds what was finished; the same command continues from there"
+
+
+async def _run(config: Config, make_sampler: MakeSampler, peers: Peers, events: asyncio.Queue, began: float) -> dict[str, Any]:
     parts = build(config)
     folder = Path(config.out) / config.name
     with lock(folder):  # before anything is written there: a start that is refused must not change the run that goes on
         open_run(config)
-        return await _run_in(folder, parts, make_sampler, events, began)
+        return await _run_in(folder, parts, make_sampler, peers, events, began)
 
 
-async def _run_in(folder: Path, parts: Parts, make_sampler: MakeSampler, events: asyncio.Queue, began: float) -> dict[str, Any]:
+async def _run_in(
+    folder: Path, parts: Parts, make_sampler: MakeSampler, peers: Peers, events: asyncio.Queue, began: float
+) -> dict[str, Any]:
     config = parts.config
+    saved = max(saved_steps(folder / "checkpoints"), default=None)
+    traces = read_traces(parts) if saved is None and config.sft is not None else []
+    peers.send(Record(Action.START, -1 if saved is None else saved, detail=config.model_dump_json(exclude_none=True)))
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep, config.checkpoint.keep_best)
     journal = open_journal(folder / "journal")
     trainer_thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
     on_trainer = _on(trainer_thread)
     try:
-        state, host = await on_trainer(_restore_or_start, parts, folder, checkpoints, lambda: not events.empty())
+        warm = partial(_warm_start, parts, traces, folder, peers, lambda: not events.empty())
+        state, host = await on_trainer(restore_or_start, parts, folder, checkpoints, saved, warm)
         step = int(state.step)
-        state, _ = await on_trainer(parts.trainer.train_step, state, [refused_batch(parts.limits, config.packing.rows)])
-        sampler = make_sampler(config, parts.architecture, parts.trainer.variables(state), step, parts.tokenizer, parts.eos_ids)
+        frozen = await on_trainer(gather, state.frozen)
+        weights = variables_of(await on_trainer(gather, state.trainable), frozen)
+        sampler = make_sampler(config, parts.architecture, weights, step, parts.tokenizer, parts.eos_ids)
+        del weights
         sampler = CheckedSampler(sampler, step)
         runner = EpisodeRunner(
             config.env,
@@ -105,7 +139,20 @@ async def _run_in(folder: Path, parts: Parts, make_sampler: MakeSampler, events:
             trackers = make_trackers(config.log, folder, -1 if host is None else step, config.pipeline.steps)
             try:
                 shell = _Shell(
-                    parts, folder, state, host, sampler, runner, checkpoints, journal, trackers, on_trainer, events, began
+                    parts,
+                    folder,
+                    peers,
+                    state,
+                    frozen,
+                    host,
+                    sampler,
+                    runner,
+                    checkpoints,
+                    journal,
+                    trackers,
+                    on_trainer,
+                    events,
+                    began,
                 )
                 del state  # every step donates it
                 return await shell.run()
@@ -127,51 +174,21 @@ def _on(thread: ThreadPoolExecutor) -> Callable[..., Awaitable[Any]]:
     return call
 
 
-def _restore_or_start(
-    parts: Parts, folder: Path, checkpoints: Checkpoints, is_signalled: Callable[[], bool]
-) -> tuple[TrainState, dict[str, Any] | None]:
-    """The train state and what the host knew: of the newest checkpoint, else of step 0."""
-    trainer = parts.trainer
-    step = checkpoints.latest()
-    traces = read_traces(parts) if step is None and parts.config.sft is not None else []
-    state = trainer.init(initial_variables(parts))
-    if step is None:
-        if parts.config.sft is not None:
-            cut(folder / "sft.jsonl", 0)
-            tracker = JsonlTracker(folder / "sft.jsonl")
-            try:
-                state = warm_start(parts, traces, state, _warm_start_log(tracker, parts.config.sft.steps, is_signalled))
-            finally:
-                tracker.close()
-        return state, None
-    host = checkpoints.host(step)
-    if host["dataset"] != fingerprint(parts.environment.train):
-        raise ConfigError(
-            "env", f"{folder} holds a run on other task rows than these: give it back its rows, or choose another `name`"
-        )
-    abstract, frozen = abstract_state(_saved(parts, state)), state.frozen
-    del state
-    restored = checkpoints.restore(step, abstract)
-    return (replace(restored, frozen=frozen) if _base_is_elsewhere(parts) else restored), host
-
-
-def _warm_start_log(tracker: JsonlTracker, total: int, is_signalled: Callable[[], bool]) -> Callable:
-    def log(step: int, metrics: dict[str, float]) -> None:
+def _warm_start(
+    parts: Parts, traces: Sequence[Trajectory], folder: Path, peers: Peers, is_signalled: Callable[[], bool], state: TrainState
+) -> TrainState:
+    def log(step: int, metrics: Mapping[str, float]) -> None:
         if is_signalled():
             raise RunError(f"stopped by a signal at warm-start step {step}: the same command starts again")
         tracker.log(step, metrics)
-        print(f"warm start {step}/{total} · loss {metrics['loss']:.4f}", flush=True)
+        print(f"warm start {step}/{parts.config.sft.steps} · loss {metrics['loss']:.4f}", flush=True)
 
-    return log
-
-
-def _base_is_elsewhere(parts: Parts) -> bool:
-    """A frozen base that came from a checkpoint's files is not saved again with every step."""
-    return parts.config.model.lora is not None and parts.checkpoint is not None
-
-
-def _saved(parts: Parts, state: TrainState) -> TrainState:
-    return replace(state, frozen={}) if _base_is_elsewhere(parts) else state
+    cut(folder / "sft.jsonl", 0)
+    tracker = JsonlTracker(folder / "sft.jsonl")
+    try:
+        return warm_start(parts, traces, state, peers, log)
+    finally:
+        tracker.close()
 
 
 class _Shell:
@@ -181,7 +198,9 @@ class _Shell:
         self,
         parts: Parts,
         folder: Path,
+        peers: Peers,
         state: TrainState,
+        frozen: Any,
         host: dict[str, Any] | None,
         sampler: Sampler,
         runner: EpisodeRunner,
@@ -193,8 +212,9 @@ class _Shell:
         began: float,
     ):
         config = parts.config
-        self.parts, self.config, self.folder = parts, config, folder
+        self.parts, self.config, self.folder, self.peers = parts, config, folder, peers
         self.state = state
+        self.frozen = frozen  # the base under adapters, where the sampler can take it from
         self.sampler, self.runner, self.checkpoints, self.journal = sampler, runner, checkpoints, journal
         self.trackers, self.on_trainer, self.events = trackers, on_trainer, events
         host = host or {"controller": None, "heldout_before": None, "heldout": None, "seconds": 0.0, "dataset": None}
@@ -235,11 +255,10 @@ class _Shell:
             for action in actions:
                 if isinstance(action, c.Stop):
                     await self.on_trainer(self._finish_save)
+                    self.peers.send(Record(Action.STOP, self.controller.step, detail=action.reason))
                     return self._summary(action.reason)
                 if isinstance(action, c.Fail):
-                    raise RunError(
-                        f"{action.reason}\n{self.folder} holds what was finished; the same command continues from there"
-                    )
+                    raise RunError(f"{action.reason}\n{_kept(self.config)}")
                 self._do(action)
             try:
                 event = await asyncio.wait_for(self.events.get(), TICK_SECONDS)
@@ -343,14 +362,21 @@ class _Shell:
         return c.TrainDone()
 
     def _optimizer_step(self, batch: Batch, step: int) -> Trained:
-        done = train(self.parts.trainer, self.state, batch, step, self.folder)
+        parity = parity_batch(batch, step)
+        self.peers.send(Record(Action.TRAIN, step, len(batch.rows), parity), batch.rows)
+        done = train(self.parts.trainer, self.state, batch, step, parity, self.folder)
         self.state = done.state
         return done
 
+    def _weights(self, version: int) -> Any:
+        self.peers.send(Record(Action.PUBLISH, version))
+        return variables_of(gather(self.state.trainable), self.frozen)
+
     async def _publish(self, version: int, in_flight: bool) -> c.Event:
         began = time.monotonic()
+        weights = await self.on_trainer(self._weights, version)
         try:
-            report = await self.sampler.publish(self.parts.trainer.variables(self.state), version, in_flight)
+            report = await self.sampler.publish(weights, version, in_flight)
         except SamplerError as error:
             return c.PublishFailed(version, str(error))
         self.seconds["publish"] += time.monotonic() - began
@@ -388,7 +414,8 @@ class _Shell:
 
     def _save(self, step: int, host: dict[str, Any], metric: float | None) -> None:
         self._finish_save()
-        self.checkpoints.save(step, _saved(self.parts, self.state), host, metric)
+        self.peers.send(Record(Action.CHECKPOINT, step, metric=metric))
+        self.checkpoints.save(step, saved_part(self.parts, self.state), host, metric)
         self.saved_snapshot = host["controller"]
 
     def _finish_save(self) -> None:

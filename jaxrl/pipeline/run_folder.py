@@ -49,14 +49,20 @@ def lock(folder: Path) -> IO:
 
 
 def _check_same(before: Config, now: Config, folder: Path) -> None:
-    old, new = dict(_flat(before.model_dump())), dict(_flat(now.model_dump()))
-    for key in [*old, *(key for key in new if key not in old)]:
-        is_free = any(key == free or key.startswith(free + ".") for free in MAY_CHANGE)
-        if not is_free and old.get(key) != new.get(key):
+    for key, old, new in differences(before, now):
+        if not any(key == free or key.startswith(free + ".") for free in MAY_CHANGE):
             raise ConfigError(
                 key,
-                f"is {new.get(key)!r}, but {folder} holds a run with {old.get(key)!r}: set it back to continue that run, or choose another `name`",
+                f"is {new!r}, but {folder} holds a run with {old!r}: set it back to continue that run, or choose another `name`",
             )
+
+
+def differences(before: Config, now: Config) -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, value before, value now) of what two configs do not share; None for a key without a value."""
+    old, new = dict(_flat(before.model_dump())), dict(_flat(now.model_dump()))
+    for key in [*old, *(key for key in new if key not in old)]:
+        if old.get(key) != new.get(key):
+            yield key, old.get(key), new.get(key)
 
 
 def _flat(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

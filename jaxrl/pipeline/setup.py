@@ -41,10 +41,6 @@ class Parts:
 
 def build(config: Config) -> Parts:
     """Everything but weights and processes. Raises ConfigError (or what names a file or tensor) for what cannot work."""
-    if jax.process_count() > 1:
-        raise ConfigError(
-            "sampler.kind", "the embedded sampler lives in one process: start one process, or use another sampler"
-        )
     if config.model.dtype == "float32":
         jax.config.update("jax_default_matmul_precision", "float32")  # or GPUs and TPUs round matmul inputs
     if "float64" in (config.model.dtype, config.model.param_dtype):

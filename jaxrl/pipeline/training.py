@@ -37,9 +37,17 @@ class Trained:
     bad_rows: Path | None = None  # set if the update was refused: the state is as it was
 
 
-def train(trainer: Trainer, state: TrainState, batch: Batch, step: int, folder: Path) -> Trained:
+def parity_batch(batch: Batch, step: int) -> int:
+    """Which of the rows of optimizer step `step`, counted from 1, parity is measured on by a forward pass of its own; -1: on
+    none, for the step itself measures it, or it is not its turn, or no token is of the current version."""
+    if batch.metrics["lag/max"] == 0 or step % PARITY_EVERY:
+        return -1
+    return next((i for i, rows in enumerate(batch.rows) if _is_current(rows, step).any()), -1)
+
+
+def train(trainer: Trainer, state: TrainState, batch: Batch, step: int, parity_batch: int, folder: Path) -> Trained:
     """Optimizer step number `step`, counted from 1; waits for the device. `state` is donated."""
-    parity = _lagged_parity(trainer, state, batch, step)
+    parity = {} if parity_batch < 0 else _lagged_parity(trainer, state, batch.rows[parity_batch], step)
     state, raw = trainer.train_step(state, batch.rows)
     raw = jax.device_get(raw)
     if raw["nonfinite"]:
@@ -54,18 +62,16 @@ def train(trainer: Trainer, state: TrainState, batch: Batch, step: int, folder: 
     return Trained(state, metrics | parity)
 
 
-def _lagged_parity(trainer: Trainer, state: TrainState, batch: Batch, step: int) -> dict[str, float]:
-    """|trainer's - sampler's log-prob| over the tokens of the current version, in a batch that holds older ones too."""
-    if batch.metrics["lag/max"] == 0 or step % PARITY_EVERY:
-        return {}
-    for rows in batch.rows:
-        is_current = (rows.terms.read >= 0) & (rows.terms.version == step - 1)
-        if is_current.any():
-            logp = np.asarray(trainer.logprobs(state, rows))
-            read = np.take_along_axis(logp, np.maximum(rows.terms.read, 0), axis=1)
-            difference = np.abs(read - rows.terms.policy_logp)[is_current]
-            return {names.PARITY: float(difference.mean()), "parity/logp_max": float(difference.max())}
-    return {}
+def _lagged_parity(trainer: Trainer, state: TrainState, rows: PackedRows, step: int) -> dict[str, float]:
+    """|trainer's - sampler's log-prob| over the tokens of the current version, in rows that hold older ones too."""
+    logp = np.asarray(trainer.logprobs(state, rows))
+    read = np.take_along_axis(logp, np.maximum(rows.terms.read, 0), axis=1)
+    difference = np.abs(read - rows.terms.policy_logp)[_is_current(rows, step)]
+    return {names.PARITY: float(difference.mean()), "parity/logp_max": float(difference.max())}
+
+
+def _is_current(rows: PackedRows, step: int) -> np.ndarray:
+    return (rows.terms.read >= 0) & (rows.terms.version == step - 1)
 
 
 def dump_rows(folder: Path, step: int, batches: list[PackedRows], metrics: Metrics) -> Path:

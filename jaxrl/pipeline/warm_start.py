@@ -16,9 +16,11 @@ from jaxrl.config import ConfigError
 from jaxrl.data import Source, Trajectory
 from jaxrl.losses.advantages import supervised
 from jaxrl.packing import misfit, pack
+from jaxrl.packing.rows import empty_batch
 from jaxrl.pipeline.setup import Parts
 from jaxrl.rollout.loading import read_jsonl
 from jaxrl.rollout.tokenizer import ChatTemplateError, Tokenizer
+from jaxrl.trainer.processes import Action, Peers, Record
 from jaxrl.trainer.state import TrainState
 
 log = logging.getLogger(__name__)
@@ -26,19 +28,33 @@ KEY = "sft.data"
 
 
 def warm_start(
-    parts: Parts, traces: Sequence[Trajectory], state: TrainState, log_step: Callable[[int, Mapping[str, float]], None]
+    parts: Parts,
+    traces: Sequence[Trajectory],
+    state: TrainState,
+    peers: Peers,
+    log_step: Callable[[int, Mapping[str, float]], None],
 ) -> TrainState:
-    """The state after `sft.steps` steps on the traces; its optimizer state and step start anew for what follows.
+    """Process 0: the state after `sft.steps` steps on the traces; its optimizer state and step start anew for what follows.
     Raises FloatingPointError if the loss is not finite."""
     config = parts.config
     for step, chosen in zip(range(config.sft.steps), _batches(len(traces), config.sft.batch_size, config.seed), strict=False):
         rows, _ = pack(supervised([traces[i] for i in chosen]), parts.limits, config.packing.rows)
+        peers.send(Record(Action.TRAIN, step, len(rows)), rows)
         state, metrics = parts.trainer.sft_step(state, rows)
         if step % max(1, config.sft.steps // 20) == 0 or step == config.sft.steps - 1:
             values = {name: float(value) for name, value in jax.device_get(metrics).items()}
             if values["nonfinite"]:
                 raise FloatingPointError(f"the loss of warm-start step {step} is not finite: lower sft.lr or look at {KEY}")
             log_step(step + 1, values)
+    return parts.trainer.init(parts.trainer.variables(state))
+
+
+def follow_warm_start(parts: Parts, state: TrainState, peers: Peers) -> TrainState:
+    """Every other process: the same steps, on the rows that process 0 sends."""
+    template = empty_batch(parts.limits, parts.config.packing.rows)
+    for _ in range(parts.config.sft.steps):
+        _, rows = peers.receive(template)
+        state, _ = parts.trainer.sft_step(state, rows)
     return parts.trainer.init(parts.trainer.variables(state))
 
 

@@ -1,12 +1,14 @@
 """One of two processes with four devices each, started by test_mesh.py: `PORT PROCESS OUT LAYOUT`.
 
 Process 0 makes the rows and decides; process 1 obeys and asks, by a signal, for the end. Process 0
-then writes what the step gave to OUT and prints the order of events.
+then writes what the step gave to OUT; both print the order of events.
 """
 
+import itertools
 import json
 import pickle
 import sys
+import time
 
 import jax
 
@@ -21,36 +23,52 @@ from layouts import CONFIG, make_batches, step_on  # noqa: E402
 
 from jaxrl.packing import RowLimits  # noqa: E402
 from jaxrl.packing.rows import empty_batch  # noqa: E402
-from jaxrl.trainer.processes import Action, Flag, Record, exchange_flags, follow, send  # noqa: E402
+from jaxrl.trainer import placement, processes  # noqa: E402
+from jaxrl.trainer.processes import Action, Peers, Record  # noqa: E402
 
-results, events = [], []
+processes.POLL_SECONDS = 0.1
+placement.GATHER_BYTES = 500  # so that larger leaves are gathered in pieces
+results, events, gathered = [], [], []
 
 
 def obey(record, batches):
     events.append(f"{record.action.name} {record.step} {record.num_batches}")
     if record.action is Action.TRAIN:
-        results.append(multihost_utils.process_allgather(step_on(layout, batches), tiled=True))
+        results.append(step_on(layout, batches))
+    if record.action is Action.PUBLISH and not gathered:
+        gathered.append(placement.gather(results[0]["after"]))
 
 
 def lead():
-    """Trains once, then goes on to checkpoint and publish until someone asks for the end."""
-    for action in (Action.TRAIN, Action.CHECKPOINT, Action.PUBLISH, Action.PUBLISH):
-        if exchange_flags(Flag.NONE) & Flag.SIGNAL:
-            action = Action.STOP
-        batches = make_batches() if action is Action.TRAIN else []
-        record = Record(action, 7, len(batches))
-        send(record, batches)
-        obey(record, batches)
-        if action is Action.STOP:
-            return
+    """Trains once, checkpoints, then publishes until someone asks for the end."""
+    heard = []
+    with Peers(heard.append) as peers:
+        for action in itertools.chain((Action.TRAIN, Action.CHECKPOINT), itertools.repeat(Action.PUBLISH)):
+            action = Action.STOP if heard else action
+            batches = make_batches() if action is Action.TRAIN else []
+            record = Record(action, 7, len(batches))
+            peers.send(record, batches)
+            obey(record, batches)
+            if action is Action.STOP:
+                return heard
+            time.sleep(0.01)
 
 
-if process == 0:
-    lead()
-    with open(out, "wb") as file:
-        pickle.dump(results[0], file)
-else:
+def follow():
     template = empty_batch(RowLimits.from_config(CONFIG.packing), CONFIG.packing.rows)
-    follow(obey, lambda: Flag.SIGNAL if len(events) == 2 else Flag.NONE, template)
-print(json.dumps(events), flush=True)
+    with Peers() as peers:
+        while not events or not events[-1].startswith("STOP"):
+            obey(*peers.receive(template))
+            if len(events) == 3:
+                peers.signalled("SIGTERM")
+
+
+heard = lead() if process == 0 else follow()
+whole = multihost_utils.process_allgather(results[0], tiled=True)
+if process == 0:
+    with open(out, "wb") as file:
+        pickle.dump((whole, gathered[0], heard), file)
+else:
+    assert gathered == [None]
+print(json.dumps([events[:3], events[-1], len(events)]), flush=True)
 jax.distributed.shutdown()

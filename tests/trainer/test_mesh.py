@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from layouts import AXES, compare, make_batches, step_on
 
@@ -58,6 +59,9 @@ def test_two_processes_equal_one_device(reference, tmp_path):
             p.kill()
     assert [p.returncode for p in processes] == [0, 0], outputs
     events = [json.loads(stdout.splitlines()[-1]) for stdout, _ in outputs]
-    assert events == [["TRAIN 7 2", "CHECKPOINT 7 0", "STOP 7 0"]] * 2
-    gradient_error, adam_error = compare(pickle.loads((tmp_path / "result").read_bytes()), reference)
+    assert events[0] == events[1] and events[0][:2] == [["TRAIN 7 2", "CHECKPOINT 7 0", "PUBLISH 7 0"], "STOP 7 0"]
+    result, published, heard = pickle.loads((tmp_path / "result").read_bytes())
+    assert heard == ["SIGTERM on process 1"]
+    jax.tree.map(np.testing.assert_array_equal, published, result["after"])
+    gradient_error, adam_error = compare(result, reference)
     assert gradient_error <= 1e-5 and adam_error <= 1e-2
