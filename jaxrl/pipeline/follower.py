@@ -18,7 +18,7 @@ from jaxrl.pipeline.run_folder import differences
 from jaxrl.pipeline.setup import Parts, build
 from jaxrl.pipeline.start import restore_or_start, saved_part
 from jaxrl.pipeline.warm_start import follow_warm_start
-from jaxrl.trainer.placement import gather
+from jaxrl.trainer.gather import gather
 from jaxrl.trainer.processes import Action, Peers, Record
 from jaxrl.trainer.state import TrainState
 

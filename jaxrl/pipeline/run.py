@@ -39,7 +39,7 @@ from jaxrl.pipeline.warm_start import read_traces, warm_start
 from jaxrl.rollout.checked import CheckedSampler
 from jaxrl.rollout.episodes import EpisodeRunner, length_limit
 from jaxrl.rollout.protocol import Sampler, SamplerError, SamplerLoad
-from jaxrl.trainer.placement import gather
+from jaxrl.trainer.gather import gather
 from jaxrl.trainer.processes import Action, Peers, ProcessError, Record
 from jaxrl.trainer.state import TrainState, variables_of
 

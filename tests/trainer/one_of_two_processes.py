@@ -23,11 +23,11 @@ from layouts import CONFIG, make_batches, step_on  # noqa: E402
 
 from jaxrl.packing import RowLimits  # noqa: E402
 from jaxrl.packing.rows import empty_batch  # noqa: E402
-from jaxrl.trainer import placement, processes  # noqa: E402
+from jaxrl.trainer import gather, processes  # noqa: E402
 from jaxrl.trainer.processes import Action, Peers, Record  # noqa: E402
 
 processes.POLL_SECONDS = 0.1
-placement.GATHER_BYTES = 500  # so that larger leaves are gathered in pieces
+gather.GATHER_BYTES = 500  # so that larger leaves are gathered in pieces
 results, events, gathered = [], [], []
 
 
@@ -36,7 +36,7 @@ def obey(record, batches):
     if record.action is Action.TRAIN:
         results.append(step_on(layout, batches))
     if record.action is Action.PUBLISH and not gathered:
-        gathered.append(placement.gather(results[0]["after"]))
+        gathered.append(gather.gather(results[0]["after"]))
 
 
 def lead():
