@@ -46,6 +46,7 @@ from jaxrl.trainer.state import TrainState, variables_of
 log = logging.getLogger(__name__)
 
 TICK_SECONDS = 1.0
+LOAD_SECONDS = 0.1  # between two looks at the sampler's load
 PUBLISH_SECONDS = 600.0  # the largest weights over a slow link take minutes
 
 MakeSampler = Callable[..., Sampler]  # (config, architecture, variables, version, tokenizer, eos_ids)
@@ -233,18 +234,24 @@ class _Shell:
         self.saved_snapshot: dict[str, Any] | None = None  # of the save under way
         self.tasks: dict[asyncio.Task, int | None] = {}  # with the group it runs
         self.counted = self.controller  # at the step before: its counters run through the whole run
-        self.loads: list[SamplerLoad] = []  # seen since the last step, at every event and at least once a second
+        self.loads: list[SamplerLoad] = []  # seen since the last step
         self.last_step_at = time.monotonic()
         self.seconds = {"publish": 0.0, "checkpoint": 0.0, "evaluate": 0.0}
 
     async def run(self) -> dict[str, Any]:
+        watching = asyncio.create_task(self._watch_load())
         try:
             return await self._loop()
         finally:
-            for task in self.tasks:
+            for task in (watching, *self.tasks):
                 task.cancel()
-            await asyncio.gather(*self.tasks, return_exceptions=True)
+            await asyncio.gather(watching, *self.tasks, return_exceptions=True)
             await self.writer.close()
+
+    async def _watch_load(self) -> None:
+        while True:
+            self.loads.append(self.sampler.load())
+            await asyncio.sleep(LOAD_SECONDS)
 
     async def _loop(self) -> dict[str, Any]:
         event: c.Event | Exception = c.Tick()
@@ -264,7 +271,6 @@ class _Shell:
                 event = await asyncio.wait_for(self.events.get(), TICK_SECONDS)
             except TimeoutError:
                 event = c.Tick()
-            self.loads.append(self.sampler.load())
 
     def _do(self, action: c.Action) -> None:
         match action:
