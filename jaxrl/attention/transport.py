@@ -47,52 +47,84 @@ def ring(kernel: Kernel, axis: str, size: int) -> Kernel:
     log-sum-exp. In the backward pass the gradients follow one step behind, so that each
     transfer, of either, lies beside a call of the kernel that it does not depend on.
 
-    The loop is rolled: XLA for TPU starts the transfers of an unrolled one ahead of all kernels, which
-    keeps every step's keys alive and overlaps nothing (docs/experiments.md).
+    What XLA for TPU needs to run them side by side (docs/experiments.md): a rolled loop, for of an
+    unrolled one it starts all transfers ahead of all kernels; and few transfers a step, for it keeps
+    four in flight and runs the others alone. So keys and values travel as one array, and the integers that tell
+    where keys are, a few bytes a token, are gathered beforehand. The last step's transfer of keys
+    is not needed: it hides like the others, and sparing it would compile the kernel a second time.
     """
+    ways = _ways(size)
 
     def step(halves):
-        return _pass_on(halves, axis, size)
+        return [
+            lax.ppermute(x, axis, [(i, (i + way) % size) for i in range(size)]) for x, way in zip(halves, ways, strict=True)
+        ]
+
+    def travellers(keys):
+        """Keys and values as they travel, and a function from a step and what is here then to a kernel's key side."""
+        k, v, *places = keys
+        num_tokens = k.shape[1]
+        cut = _cut(num_tokens, size)
+        everywhere = jax.tree.map(lambda x: lax.all_gather(x, axis), places)  # [C, R, n]
+
+        def keys_at(step, halves):
+            k, v = jnp.concatenate(halves, axis=2)
+            owners = [(lax.axis_index(axis) - way * step) % size for way in ways]
+
+            def here(x):
+                return jnp.concatenate([x[owner][:, part] for owner, part in zip(owners, cut, strict=True)], axis=1)
+
+            return k, v, *jax.tree.map(here, everywhere)
+
+        return [jnp.stack([k, v])[:, :, part] for part in cut], keys_at
 
     def forward(*arrays, **settings):
         queries, keys = _sides(arrays)
         q = queries[0]
         dtype = accumulation_dtype(q)
+        halves, keys_at = travellers(keys)
 
-        def attend(keys, out, lse):
-            return merge(out, lse, *kernel.forward(*_arguments(queries, _join(keys)), **settings))
+        def one_step(carry, i):
+            halves, out, lse = carry
+            arriving = step(halves)
+            part = kernel.forward(*_arguments(queries, keys_at(i, halves)), **settings)
+            return (arriving, *merge(out, lse, *part)), None
 
-        def one_step(carry, _):
-            keys, out, lse = carry
-            arriving = step(keys)
-            return (arriving, *attend(keys, out, lse)), None
-
-        start = (_halves(keys, size), jnp.zeros(q.shape, dtype), jnp.full(q.shape[:3], -jnp.inf, dtype))
-        carry, _ = lax.scan(one_step, start, length=size - 1)
-        out, lse = attend(*carry)
+        start = (halves, jnp.zeros(q.shape, dtype), jnp.full(q.shape[:3], -jnp.inf, dtype))
+        (_, out, lse), _ = lax.scan(one_step, start, jnp.arange(size))
         return out.astype(q.dtype), lse
 
     def backward(*arrays, **settings):
         *arrays, out, lse, d_out, d_lse = arrays
         queries, keys = _sides(arrays)
-        k, v = keys[:2]
+        halves, keys_at = travellers(keys)
+        cut = _cut(keys[0].shape[1], size)
 
-        def add(keys, dq, sums):
-            more, *of_keys = kernel.backward(*_arguments(queries, _join(keys)), out, lse, d_out, d_lse, **settings)
-            return dq + more, jax.tree.map(jnp.add, sums, _halves(tuple(of_keys), size))
+        def one_step(carry, i):
+            halves, dq, sums = carry
+            arriving, sums = step(halves), step(sums)  # sums of these keys, from the devices that held them so far
+            part, *of_keys = kernel.backward(*_arguments(queries, keys_at(i, halves)), out, lse, d_out, d_lse, **settings)
+            of_keys = jnp.stack(of_keys)
+            sums = [x + of_keys[:, :, tokens] for x, tokens in zip(sums, cut, strict=True)]
+            return (arriving, dq + part, sums), None
 
-        def one_step(carry, _):
-            keys, dq, sums = carry
-            arriving, sums = step(keys), step(sums)  # sums of these keys, from the devices that held them so far
-            return (arriving, *add(keys, dq, sums)), None
-
-        zeros = tuple(jnp.zeros(x.shape, accumulation_dtype(x)) for x in (k, v))
+        sums = [jnp.zeros(x.shape, accumulation_dtype(x)) for x in halves]
         dq = jnp.zeros(queries[0].shape, accumulation_dtype(queries[0]))
-        (keys, dq, sums), _ = lax.scan(one_step, (_halves(keys, size), dq, _halves(zeros, size)), length=size - 1)
-        dq, sums = add(keys, dq, step(sums))
-        return dq, *_join(step(sums))
+        (_, dq, sums), _ = lax.scan(one_step, (halves, dq, sums), jnp.arange(size))
+        return dq, *jnp.concatenate(step(sums), axis=2)
 
     return Kernel(forward, backward)
+
+
+def _ways(size):
+    """Half of the keys travel up the ring, half down. Two devices have one neighbour each: all go one way."""
+    return (1,) if size == 2 else (1, -1)
+
+
+def _cut(num_tokens, size):
+    """The tokens that travel each way."""
+    middle = num_tokens // 2
+    return (slice(None),) if size == 2 else (slice(middle), slice(middle, None))
 
 
 def _sides(arrays):
@@ -105,23 +137,3 @@ def _arguments(queries, keys):
     """The inverse of `_sides`."""
     (q, q_offset, q_position), (k, v, k_offset, subtree_end, k_position) = queries, keys
     return q, k, v, q_offset, k_offset, subtree_end, q_position, k_position
-
-
-def _halves(arrays, size):
-    """[what travels up the ring, what travels down], half of the tokens each. Two devices have one
-    neighbour each: everything goes one way."""
-    if size == 2:
-        return [arrays]
-    cut = arrays[0].shape[1] // 2
-    return [jax.tree.map(lambda x: x[:, :cut], arrays), jax.tree.map(lambda x: x[:, cut:], arrays)]
-
-
-def _join(halves):
-    """The inverse of `_halves`."""
-    return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *halves)
-
-
-def _pass_on(halves, axis, size):
-    """What the neighbours held: the first half moves to the next device, the second to the one before."""
-    moves = [[(i, (i + step) % size) for i in range(size)] for step in (1, -1)]
-    return [jax.tree.map(lambda x, m=m: lax.ppermute(x, axis, m), half) for half, m in zip(halves, moves, strict=False)]
