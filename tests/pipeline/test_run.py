@@ -124,9 +124,6 @@ def test_sync_is_on_policy_and_says_what_it_does(straight):
         assert {"reward/std", "packing/fill", "tokens/unique", "optimizer/gradient_norm", "policy/entropy"} <= line.keys()
     first = metrics_of(straight)[0]  # it compiles, so it is looked at
     assert 0 < first["load/running"] <= 16 and first["load/waiting"] >= 0 and 0 < first["load/kv_use"] <= 1
-    (heldout,) = (line for line in jsonl.read(Path(straight.out) / straight.name / "metrics.jsonl") if line.get("heldout/std"))
-    assert heldout["heldout/confidence_95"] == 1.96 * heldout["heldout/standard_error"] > 0
-    assert heldout["heldout/tokens"] == 4 * heldout["heldout/tokens_mean"] and heldout["time/heldout"] > 0
     folder = Path(straight.out) / straight.name
     lines = zstandard.decompress((folder / "rollouts" / "step_000005.jsonl.zst").read_bytes(), max_output_size=10**6)
     rollouts = [json.loads(line) for line in lines.decode().splitlines()]
