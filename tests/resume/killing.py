@@ -255,7 +255,11 @@ def saved_steps(folder: Path) -> list[int]:
 def timeless(lines: list[dict]) -> list[dict]:
     """Metrics without those that tell how long something took."""
     return [
-        {k: v for k, v in line.items() if k != "time" and not k.startswith(("time/", "load/")) and not k.endswith("_per_second")}
+        {
+            k: v
+            for k, v in line.items()
+            if k != "time" and not k.startswith(("time/", "load/")) and not k.endswith("_per_second")
+        }
         for line in lines
     ]
 
