@@ -6,14 +6,15 @@
 
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
 import jax
 import pytest
 from jax.experimental import topologies
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding, use_abstract_mesh
 
 # One slice of each generation that is supported: 4 chips, for v5p 8.
 SLICES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x2", "v6e": "v6e:2x2"}
@@ -42,8 +43,19 @@ def slice_devices(topology: str) -> list[jax.Device]:
     return list(topologies.get_topology_desc(topology, "tpu").devices)
 
 
+@contextmanager
+def kernels_for(device_kind: str) -> Iterator[None]:
+    """Pallas asks the default device what it is, and here that is a CPU. Under a mesh of real or
+    topology devices (in shard_map) nothing of the kind is needed."""
+    chip = AbstractDevice(device_kind=device_kind, num_cores=1, platform="tpu")
+    with use_abstract_mesh(AbstractMesh((1,), ("chip",), axis_types=(AxisType.Auto,), abstract_device=chip)):
+        yield
+
+
 def compile_on_one_chip(function: Callable, *shapes: Any, generation: str) -> jax.stages.Compiled:
     """`function` compiled for one chip of a generation in `SLICES`; arguments as ShapeDtypeStructs."""
-    on_chip = SingleDeviceSharding(slice_devices(SLICES[generation])[0])
+    chip = slice_devices(SLICES[generation])[0]
+    on_chip = SingleDeviceSharding(chip)
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_chip), shapes)
-    return jax.jit(function).lower(*placed).compile()
+    with kernels_for(chip.device_kind):
+        return jax.jit(function).lower(*placed).compile()
