@@ -67,7 +67,7 @@ class Group:
 @dataclass(frozen=True)
 class TrainingTrajectory:
     """A trajectory with what the loss needs of it, ready to be packed. Arrays have shape [L] and
-    are read at trainable tokens only."""
+    are read at trainable tokens only; those that follow tokens are read at all of them. None: not given."""
 
     trajectory: Trajectory
     advantage: np.ndarray  # float32
@@ -76,6 +76,20 @@ class TrainingTrajectory:
     episode_index: int = 0
     group_index: int = 0
     reward: float = 0.0
+    # Of the token's read, which trajectories share that have its prefix: then the first one's counts.
+    reference_logp: np.ndarray | None = None  # float32
+    proximal_logp: np.ndarray | None = None  # float32
+    teacher_ids: np.ndarray | None = None  # int32 [L, K]
+    teacher_logp: np.ndarray | None = None  # float32 [L, K]
+    # Of the loss term.
+    returns: np.ndarray | None = None  # float32
+    old_value: np.ndarray | None = None  # float32
+    value_weight: np.ndarray | None = None  # float32
+    kl_weight: np.ndarray | None = None  # float32
+    # Of the token itself; it is shared only where these agree.
+    content_key: np.ndarray | None = None  # int64: what a token stands for beside its id (an image patch); None: zeros
+    routed_experts: np.ndarray | None = None  # int16 [L, layers, k]
+    axis_positions: np.ndarray | None = None  # int32 [L, 3]
 
 
 @jax.tree_util.register_dataclass
@@ -97,6 +111,11 @@ class Reads:
     state: Any  # int32 offset of the state the logits come from
     target: Any  # int32 token id; -1 on a used slot asks for the state only
     temperature: Any  # float32
+    # Width 0 unless the step's trajectories give them.
+    reference_logp: Any  # float32, of the target
+    proximal_logp: Any  # float32, of the target
+    teacher_ids: Any  # int32 [R, U, K]
+    teacher_logp: Any  # float32 [R, U, K]
 
 
 @jax.tree_util.register_dataclass
@@ -113,6 +132,11 @@ class LossTerms:
     advantage: Any  # float32
     weight: Any  # float32
     version: Any  # int32
+    # Width 0 unless the step's trajectories give them.
+    returns: Any  # float32
+    old_value: Any  # float32
+    value_weight: Any  # float32
+    kl_weight: Any  # float32
 
 
 @jax.tree_util.register_dataclass
@@ -144,3 +168,6 @@ class PackedRows:
     reads: Reads
     terms: LossTerms
     trajectories: RowTrajectories
+    # They follow tokens; width 0 unless the step's trajectories give them.
+    routed_experts: Any  # [R, T, layers, k] int16
+    axis_positions: Any  # [R, T, 3] int32

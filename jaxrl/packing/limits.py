@@ -46,7 +46,7 @@ def misfit(num_tokens: int, num_trained: int, limits: RowLimits) -> str | None:
     if num_tokens > limits.row_length:
         return f"it has {num_tokens} tokens, a row holds {limits.row_length}: raise packing.row_length"
     if num_trained > slots:
-        return f"it has {num_trained} trained tokens, a row holds {slots} {which}: raise packing.{which}"
+        return f"it has {num_trained} trainable tokens, a row holds {slots} {which}: raise packing.{which}"
     return None
 
 

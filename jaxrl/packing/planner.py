@@ -9,6 +9,7 @@ from jaxrl.data import TrainingTrajectory
 from jaxrl.packing.bins import RowPlan, assign_rows
 from jaxrl.packing.demand import Demand, TrainedRuns, demand_of, trained_runs
 from jaxrl.packing.limits import PackingError, RowLimits, misfit, name_of
+from jaxrl.packing.optional import Widths, tree_keys, widths_of, wrong_length
 from jaxrl.packing.tree import PrefixTree, build_tree
 
 PER_TOKEN = ("trainable", "policy_logp", "behaviour_logp", "version", "source", "turn")
@@ -55,17 +56,12 @@ class Plan:
     rows: tuple[RowPlan, ...]
     limits: RowLimits
     stats: PackingStats
+    widths: Widths  # of the optional fields that are given
 
 
-def _wrong_length(training: TrainingTrajectory, name: str, values: np.ndarray) -> PackingError:
-    return PackingError(f"{name_of(training)}: `{name}` has {len(values)} entries for {len(training.trajectory.ids)} tokens")
-
-
-def _check_shapes(trajectories: Sequence[TrainingTrajectory], content_keys) -> None:
-    if content_keys is not None and len(content_keys) != len(trajectories):
-        raise PackingError(f"{len(content_keys)} content keys for {len(trajectories)} trajectories: give one (or None) each")
+def _check_shapes(trajectories: Sequence[TrainingTrajectory]) -> None:
     seen = set()
-    for k, training in enumerate(trajectories):
+    for training in trajectories:
         trajectory = training.trajectory
         length = len(trajectory.ids)
         if length == 0:
@@ -83,13 +79,13 @@ def _check_shapes(trajectories: Sequence[TrainingTrajectory], content_keys) -> N
             )
         for name in PER_TOKEN:
             if len(getattr(trajectory, name)) != length:
-                raise _wrong_length(training, name, getattr(trajectory, name))
+                raise wrong_length(training, name, getattr(trajectory, name))
         if len(training.advantage) != length:
-            raise _wrong_length(training, "advantage", training.advantage)
+            raise wrong_length(training, "advantage", training.advantage)
         if len(training.weight) != length:
-            raise _wrong_length(training, "weight", training.weight)
-        if content_keys is not None and content_keys[k] is not None and len(content_keys[k]) != length:
-            raise _wrong_length(training, "content_keys", content_keys[k])
+            raise wrong_length(training, "weight", training.weight)
+        if training.content_key is not None and len(training.content_key) != length:
+            raise wrong_length(training, "content_key", training.content_key)
         if trajectory.trainable[0]:
             raise PackingError(
                 f"{name_of(training)}: position 0 is trainable, but nothing precedes it to predict it from: mark it as context or start with a BOS token"
@@ -117,32 +113,30 @@ def _fewest_rows(tree: PrefixTree, demand: Demand, limits: RowLimits) -> list[Ro
 def plan(
     trajectories: Sequence[TrainingTrajectory],
     limits: RowLimits,
-    content_keys: Sequence[np.ndarray | None] | None = None,
 ) -> Plan:
     """The rows of one optimizer step.
 
-    trajectories: all of the step, trajectory_index unique. content_keys: per trajectory an integer
-    array [L] or None; tokens are shared only where both id and key agree. Trajectories without a
-    trainable token are left out. Raises PackingError naming a trajectory that is malformed or fits no
-    row.
+    trajectories: all of the step, trajectory_index unique. Tokens are shared only where id, content key
+    and whatever follows tokens agree. Trajectories without a trainable token are left out. Raises
+    PackingError naming a trajectory that is malformed or fits no row.
     """
-    _check_shapes(trajectories, content_keys)
+    _check_shapes(trajectories)
+    widths = widths_of(trajectories)
     if not trajectories:
-        return Plan((), None, (), limits, PackingStats(0, limits.row_length, *[0] * 8))
+        return Plan((), None, (), limits, PackingStats(0, limits.row_length, *[0] * 8), widths)
     runs = trained_runs([t.trajectory.trainable for t in trajectories])
     counts = runs.counts(len(trajectories))
     trained = np.flatnonzero(counts)
     untrained = len(trajectories) - len(trained)
     if untrained:
         trajectories = [trajectories[k] for k in trained.tolist()]
-        content_keys = None if content_keys is None else [content_keys[k] for k in trained.tolist()]
         runs = TrainedRuns(np.searchsorted(trained, runs.owner), runs.begin, runs.end)
         counts = counts[trained]
     if not trajectories:
-        return Plan((), None, (), limits, PackingStats(0, limits.row_length, 0, untrained, *[0] * 6))
+        return Plan((), None, (), limits, PackingStats(0, limits.row_length, 0, untrained, *[0] * 6), widths)
     _check_sizes(trajectories, counts, limits)
 
-    tree = build_tree([t.trajectory.ids for t in trajectories], content_keys, limits.min_shared)
+    tree = build_tree([t.trajectory.ids for t in trajectories], tree_keys(trajectories, widths), limits.min_shared)
     demand = demand_of(runs, tree, np.array([t.trajectory.temperature for t in trajectories], np.float32))
     rows = _fewest_rows(tree, demand, limits)
     stats = PackingStats(
@@ -157,4 +151,4 @@ def plan(
         terms=sum(row.terms for row in rows),
         segments=sum(row.segments for row in rows),
     )
-    return Plan(tuple(trajectories), tree, tuple(rows), limits, stats)
+    return Plan(tuple(trajectories), tree, tuple(rows), limits, stats, widths)

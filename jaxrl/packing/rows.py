@@ -3,7 +3,7 @@
 Shapes: T tokens, S segments, U reads, M terms, N trajectories per row, R rows per batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
 import numpy as np
@@ -11,22 +11,20 @@ import numpy as np
 from jaxrl.data import LossTerms, PackedRows, Reads, RowTrajectories, Segments, TrainingTrajectory
 from jaxrl.packing.bins import RowPlan
 from jaxrl.packing.limits import PackingError, RowLimits
+from jaxrl.packing.optional import NO_OPTIONALS, OF_TABLE, Widths, padded_columns
 from jaxrl.packing.planner import PackingStats, Plan, plan
 from jaxrl.packing.tree import PrefixTree
 
 
 def pack(
-    trajectories: Sequence[TrainingTrajectory],
-    limits: RowLimits,
-    rows_per_batch: int,
-    content_keys: Sequence[np.ndarray | None] | None = None,
+    trajectories: Sequence[TrainingTrajectory], limits: RowLimits, rows_per_batch: int
 ) -> tuple[list[PackedRows], PackingStats]:
     """Packs an optimizer step into batches of `rows_per_batch` rows (R), the last filled up with empty
     rows. Arguments and errors as of `plan`; also raises PackingError if a row is not built as planned.
     """
-    planned = plan(trajectories, limits, content_keys)
+    planned = plan(trajectories, limits)
     rows = [build_row(planned, number) for number in range(len(planned.rows))]
-    rows += [empty_row(limits)] * (-len(rows) % rows_per_batch)
+    rows += [empty_row(limits, planned.widths)] * (-len(rows) % rows_per_batch)
     batches = [_stack(rows[first : first + rows_per_batch]) for first in range(0, len(rows), rows_per_batch)]
     return batches, planned.stats
 
@@ -45,11 +43,13 @@ def _padded(values, size: int, fill, dtype) -> np.ndarray:
     return out
 
 
-def empty_row(limits: RowLimits) -> PackedRows:
-    """A row of padding: arrays without the R axis."""
+def empty_row(limits: RowLimits, widths: Widths = NO_OPTIONALS) -> PackedRows:
+    """A row of padding: arrays without the R axis. `widths`: of the optional arrays that the run's rows have."""
     none = np.zeros(0)
     return _row(
         limits,
+        widths,
+        {},
         tokens=(none, none, none, none),
         segments=(none, none, none, none),
         reads=(none, none, none),
@@ -58,13 +58,15 @@ def empty_row(limits: RowLimits) -> PackedRows:
     )
 
 
-def empty_batch(limits: RowLimits, rows_per_batch: int) -> PackedRows:
+def empty_batch(limits: RowLimits, rows_per_batch: int, widths: Widths = NO_OPTIONALS) -> PackedRows:
     """Rows of padding, in the shapes and dtypes of every batch of a run."""
-    return _stack([empty_row(limits)] * rows_per_batch)
+    return _stack([empty_row(limits, widths)] * rows_per_batch)
 
 
-def _row(limits: RowLimits, *, tokens, segments, reads, terms, trajectories) -> PackedRows:
-    """Pads the columns of a row to its capacities."""
+def _row(
+    limits: RowLimits, widths: Widths, optional: Mapping[str, np.ndarray], *, tokens, segments, reads, terms, trajectories
+) -> PackedRows:
+    """Pads the columns of a row to its capacities. `optional`: columns of the fields in `widths`, by name."""
     T, S, U, M, N = limits.row_length, limits.segments, limits.reads, limits.terms, limits.trajectories
     i32, f32 = np.int32, np.float32
     subtree_end = np.arange(1, T + 1, dtype=i32)
@@ -76,7 +78,10 @@ def _row(limits: RowLimits, *, tokens, segments, reads, terms, trajectories) -> 
         predecessor=_padded(tokens[3], T, -1, i32),
         segments=Segments(*(_padded(c, S, fill, i32) for c, fill in zip(segments, (0, 0, -1, 0), strict=True))),
         # An unused read has temperature 1, so that dividing by it is harmless.
-        reads=Reads(*(_padded(c, U, *how) for c, how in zip(reads, ((-1, i32), (-1, i32), (1, f32)), strict=True))),
+        reads=Reads(
+            *(_padded(c, U, *how) for c, how in zip(reads, ((-1, i32), (-1, i32), (1, f32)), strict=True)),
+            **padded_columns("reads", optional, widths, limits),
+        ),
         terms=LossTerms(
             *(
                 _padded(c, M, *how)
@@ -85,7 +90,8 @@ def _row(limits: RowLimits, *, tokens, segments, reads, terms, trajectories) -> 
                     ((-1, i32), (-1, i32), (-1, i32), (0, f32), (0, f32), (0, f32), (0, f32), (-1, i32)),
                     strict=True,
                 )
-            )
+            ),
+            **padded_columns("terms", optional, widths, limits),
         ),
         trajectories=RowTrajectories(
             *(
@@ -93,6 +99,7 @@ def _row(limits: RowLimits, *, tokens, segments, reads, terms, trajectories) -> 
                 for c, how in zip(trajectories, ((-1, i32), (-1, i32), (-1, i32), (0, f32), (0, i32)), strict=True)
             )
         ),
+        **padded_columns("tokens", optional, widths, limits),
     )
 
 
@@ -105,8 +112,9 @@ def build_row(planned: Plan, number: int) -> PackedRows:
     offset = np.cumsum(length) - length
 
     tokens = _token_columns(planned, row, length, offset)
+    optional = {name: _along_nodes(planned, row, name) for name in OF_TABLE["tokens"] if name in planned.widths}
     segments = _segment_columns(tree, row, length, offset)
-    reads, terms = _read_and_term_columns(planned, row, offset)
+    reads, terms = _read_and_term_columns(planned, row, offset, optional)
     built = {"tokens": len(tokens[0]), "reads": len(reads[0]), "terms": len(terms[0]), "segments": len(segments[0])}
     wanted = {name: getattr(row, name) for name in built}
     if built != wanted:
@@ -118,7 +126,23 @@ def build_row(planned: Plan, number: int) -> PackedRows:
         [t.reward for t in members],
         [len(t.trajectory.ids) for t in members],
     )
-    return _row(limits, tokens=tokens, segments=segments, reads=reads, terms=terms, trajectories=trajectories)
+    return _row(
+        limits,
+        planned.widths,
+        optional,
+        tokens=tokens,
+        segments=segments,
+        reads=reads,
+        terms=terms,
+        trajectories=trajectories,
+    )
+
+
+def _along_nodes(planned: Plan, row: RowPlan, name: str) -> np.ndarray:
+    """The field of the tokens of the row's nodes, in pre-order."""
+    tree = planned.tree
+    pieces = [getattr(planned.trajectories[tree.example[v]], name)[tree.start[v] : tree.end[v]] for v in row.nodes]
+    return np.concatenate(pieces)
 
 
 def _token_columns(planned: Plan, row: RowPlan, length, offset):
@@ -154,13 +178,17 @@ def _segment_columns(tree: PrefixTree, row: RowPlan, length, offset):
     return offset[tops], np.add.reduceat(length, tops), up, depth
 
 
-def _read_and_term_columns(planned: Plan, row: RowPlan, offset):
-    """(state, target, temperature) of the reads, sorted by state; the columns of LossTerms."""
+def _read_and_term_columns(planned: Plan, row: RowPlan, offset, optional: dict[str, np.ndarray]):
+    """(state, target, temperature) of the reads, sorted by state; the columns of LossTerms. Puts the columns of the
+    optional fields of both into `optional`."""
     tree = planned.tree
     slot_of = dict(zip(row.nodes.tolist(), offset.tolist(), strict=True))
     state, target, temperature, trajectory = [], [], [], []
     values: dict[str, list[np.ndarray]] = {
         name: [] for name in ("turn", "policy_logp", "behaviour_logp", "advantage", "weight", "version")
+    }
+    given: dict[str, list[np.ndarray]] = {
+        name: [] for table in ("reads", "terms") for name in OF_TABLE[table] if name in planned.widths
     }
     for slot, i in enumerate(row.members):
         training = planned.trajectories[i]
@@ -180,6 +208,8 @@ def _read_and_term_columns(planned: Plan, row: RowPlan, offset):
         for name, column in values.items():
             source = training if name in ("advantage", "weight") else training.trajectory
             column.append(getattr(source, name)[position])
+        for name, column in given.items():
+            column.append(getattr(training, name)[position])
     columns = np.concatenate(state), np.concatenate(target), np.concatenate(temperature)
     order = np.lexsort(columns[::-1])
     columns = [column[order] for column in columns]
@@ -187,4 +217,7 @@ def _read_and_term_columns(planned: Plan, row: RowPlan, offset):
     read = np.empty(len(order), np.int64)
     read[order] = np.cumsum(new) - 1
     terms = (read, np.concatenate(trajectory), *(np.concatenate(column) for column in values.values()))
+    for name, column in given.items():
+        whole = np.concatenate(column)
+        optional[name] = whole[order][new] if name in OF_TABLE["reads"] else whole
     return tuple(column[new] for column in columns), terms

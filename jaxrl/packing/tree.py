@@ -41,12 +41,14 @@ class PrefixTree:
 
 
 def common_prefix(a: np.ndarray, b: np.ndarray, start: int) -> int:
-    """Length of the common prefix of a and b, which agree on [0, start)."""
+    """Length of the common prefix of a and b, arrays [L, ...] that agree on [0, start)."""
     limit = min(len(a), len(b))
     stretch = FIRST_STRETCH
     while start < limit:
         stop = min(start + stretch, limit)
         differs = a[start:stop] != b[start:stop]
+        if differs.ndim > 1:
+            differs = differs.reshape(stop - start, -1).any(axis=1)
         first = int(differs.argmax())
         if differs[first]:
             return start + first
@@ -56,15 +58,15 @@ def common_prefix(a: np.ndarray, b: np.ndarray, start: int) -> int:
 
 
 def build_tree(
-    ids: Sequence[np.ndarray], content_keys: Sequence[np.ndarray | None] | None = None, min_shared: int = 1
+    ids: Sequence[np.ndarray], keys: Sequence[tuple[np.ndarray, ...]] | None = None, min_shared: int = 1
 ) -> PrefixTree:
     """The prefix tree of n sequences, each of at least one token.
 
-    ids: n integer arrays [L]. content_keys: for tokens that stand for more than their id (an image
-    patch), n integer arrays [L] or None (all zeros): two tokens are merged only if id and key agree.
+    ids: n integer arrays [L]. keys: for tokens that are more than their id (an image patch, a token with
+    its routed experts), per sequence the same number of arrays [L, ...]: two tokens are merged only if
+    id and every key agree.
     min_shared: a run shorter than this is copied into the branches that follow it instead.
     """
-    keys = _filled_keys(ids, content_keys)
     parent, end, example, last = _grow(ids, keys)
     start = [end[p] if p >= 0 else 0 for p in parent]
     unique_tokens = sum(end) - sum(start)
@@ -80,19 +82,13 @@ def build_tree(
     return PrefixTree(parent, start, end, example, stop, canonical, last, unique_tokens)
 
 
-def _filled_keys(ids, content_keys) -> list[np.ndarray] | None:
-    if content_keys is None or all(key is None for key in content_keys):
-        return None
-    return [np.zeros(len(x), np.int64) if key is None else key for x, key in zip(ids, content_keys, strict=True)]
-
-
 def _parted(members, position, ids, keys) -> tuple[list[int], list[list[int]]]:
     """Members by their token at `position`: those that are alone with it, and the sets that are not."""
     first: dict[object, int] = {}
     together: dict[object, list[int]] = {}
     for m in members:
         token = int(ids[m][position])
-        key = token if keys is None else (token, int(keys[m][position]))
+        key = token if keys is None else (token, *(np.asarray(column[position]).tobytes() for column in keys[m]))
         other = first.setdefault(key, m)
         if other != m:
             together.setdefault(key, [other]).append(m)
@@ -128,8 +124,8 @@ def _grow(ids, keys):
         for m in members:
             if m != pivot:
                 shared = common_prefix(ids[m], pivot_ids, depth)
-                if keys is not None:
-                    shared = min(shared, common_prefix(keys[m], keys[pivot], depth))
+                for mine, its in zip(keys[m], keys[pivot], strict=True) if keys is not None else ():
+                    shared = min(shared, common_prefix(mine, its, depth))
                 leaves_at.setdefault(shared, []).append(m)
         for cut in sorted(leaves_at):
             node = len(parent)

@@ -14,7 +14,7 @@ from jaxrl.data import PackedRows
 from jaxrl.mesh import row_sharding
 from jaxrl.models.architecture import Architecture
 
-_TOKEN_ARRAYS = ("tokens", "positions", "subtree_end", "predecessor", "offset")
+_TOKEN_ARRAYS = ("tokens", "positions", "subtree_end", "predecessor", "routed_experts", "axis_positions", "offset")
 
 
 @jax.tree_util.register_dataclass
@@ -60,7 +60,8 @@ def place_rows(rows: PackedRows, num_devices: int) -> PlacedRows:
 
     in_order = {f.name: getattr(rows, f.name) for f in fields(PackedRows)}
     in_order |= {"predecessor": places_of(rows.predecessor), "reads": replace(rows.reads, state=places_of(rows.reads.state))}
-    tokens = {name: np.take_along_axis(x, order, axis=1) for name, x in in_order.items() if name in _TOKEN_ARRAYS}
+    row = np.arange(len(order))[:, None]
+    tokens = {name: x[row, order] for name, x in in_order.items() if name in _TOKEN_ARRAYS}
     return PlacedRows(**in_order | tokens, offset=np.where(order < num_tokens[:, None], order, -1))
 
 

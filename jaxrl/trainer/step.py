@@ -9,7 +9,7 @@ up is all there is to accumulation. Nothing here waits for the device: metrics a
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
@@ -146,7 +146,7 @@ def _make_update(loss: Callable, schedule: optax.Schedule, config: Config, decod
 
     def zero() -> Totals:
         slot = jnp.zeros(1, dtype)
-        _, sums = jax.eval_shape(lambda: loss(slot, slot, LossTerms(*[slot] * 8), algorithm))
+        _, sums = jax.eval_shape(lambda: loss(slot, slot, LossTerms(*[slot] * len(fields(LossTerms))), algorithm))
         return Totals(
             gradients=jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), shapes),
             loss=jnp.zeros((), dtype),

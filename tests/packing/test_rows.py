@@ -96,14 +96,17 @@ def test_content_keys_keep_apart_what_differs(data):
         length = len(training.trajectory.ids)
         key = st.none() | st.lists(st.sampled_from([0, 0, 0, 2**40, 7]), min_size=length, max_size=length).map(np.array)
         keys.append(data.draw(key))
-    batches, stats = pack(trajectories, WIDE, 1, content_keys=keys)
+    trajectories = [replace(t, content_key=key) for t, key in zip(trajectories, keys, strict=True)]
+    batches, stats = pack(trajectories, WIDE, 1)
     check_contract(batches, trajectories, WIDE, keys)
     assert stats.placed_tokens == naive_unique_tokens(trajectories, keys)
 
 
 def test_siblings_kept_apart_by_content_share_the_read_of_their_token():
-    trajectories = [make_trajectory(k, [5, 6, 7], [False, True, True]) for k in range(2)]
-    batches, stats = pack(trajectories, WIDE, 1, content_keys=[np.array([0, 1, 0]), np.array([0, 2, 0])])
+    trajectories = [
+        replace(make_trajectory(k, [5, 6, 7], [False, True, True]), content_key=np.array([0, 1 + k, 0])) for k in range(2)
+    ]
+    batches, stats = pack(trajectories, WIDE, 1)
     assert stats.placed_tokens == 5 and stats.terms == 4
     assert stats.reads == totals(batches)["reads"] == 3  # (5 → 6) once, (6 → 7) of either
 

@@ -26,12 +26,12 @@ GOOD = {"prompt": "1+1=", "completion": "2"}
         (
             {"prompt": "1=", "completion": "7" * 30},
             {"reads": 20},
-            "31 trained tokens, a row holds 20 reads: raise packing.reads",
+            "31 trainable tokens, a row holds 20 reads: raise packing.reads",
         ),
         (
             {"prompt": "1=", "completion": "7" * 30},
             {"terms": 20},
-            "31 trained tokens, a row holds 20 terms: raise packing.terms",
+            "31 trainable tokens, a row holds 20 terms: raise packing.terms",
         ),
         ({"prompt": "1=", "completion": "7" * 70}, {"row_length": 128}, "73 tokens, the model's positions end at 64"),
     ],

@@ -10,7 +10,6 @@ import pytest
 from forest import make_architecture, make_config, make_forest, naive_losses, pad, relative_errors
 
 from jaxrl.config import LoraConfig, MeshConfig
-from jaxrl.data import LossTerms
 from jaxrl.losses import LOSSES
 from jaxrl.mesh import make_mesh
 from jaxrl.models.decoder import Decoder, init_variables
@@ -55,8 +54,7 @@ def poison(rows, seed=1):
         f: np.where(unused, np.nan, getattr(rows.terms, f)).astype(np.float32)
         for f in ("policy_logp", "behaviour_logp", "advantage", "weight")
     }
-    terms = LossTerms(rows.terms.read, rows.terms.trajectory, rows.terms.turn, version=rows.terms.version, **floats)
-    return replace(rows, tokens=tokens, positions=positions, terms=terms)
+    return replace(rows, tokens=tokens, positions=positions, terms=replace(rows.terms, **floats))
 
 
 def test_the_forest_is_a_hard_one():
