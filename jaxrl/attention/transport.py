@@ -50,7 +50,8 @@ def ring(kernel: Kernel, axis: str, size: int) -> Kernel:
     What XLA for TPU needs to run them side by side (docs/experiments.md): a rolled loop, for of an
     unrolled one it starts all transfers ahead of all kernels; and few transfers a step, for it keeps
     four in flight and runs the others alone. So keys and values travel as one array, and the integers that tell
-    where keys are, a few bytes a token, are gathered beforehand. The last step's transfer of keys
+    where keys are, a few bytes a token, are gathered beforehand. A barrier keeps what follows the
+    kernel behind the transfers, which else are started as late as that can hide. The last step's transfer of keys
     is not needed: it hides like the others, and sparing it would compile the kernel a second time.
     """
     ways = _ways(size)
@@ -88,6 +89,7 @@ def ring(kernel: Kernel, axis: str, size: int) -> Kernel:
             halves, out, lse = carry
             arriving = step(halves)
             part = kernel.forward(*_arguments(queries, keys_at(i, halves)), **settings)
+            arriving, part = lax.optimization_barrier((arriving, part))
             return (arriving, *merge(out, lse, *part)), None
 
         start = (halves, jnp.zeros(q.shape, dtype), jnp.full(q.shape[:3], -jnp.inf, dtype))
@@ -103,7 +105,8 @@ def ring(kernel: Kernel, axis: str, size: int) -> Kernel:
         def one_step(carry, i):
             halves, dq, sums = carry
             arriving, sums = step(halves), step(sums)  # sums of these keys, from the devices that held them so far
-            part, *of_keys = kernel.backward(*_arguments(queries, keys_at(i, halves)), out, lse, d_out, d_lse, **settings)
+            parts = kernel.backward(*_arguments(queries, keys_at(i, halves)), out, lse, d_out, d_lse, **settings)
+            arriving, sums, (part, *of_keys) = lax.optimization_barrier((arriving, sums, parts))
             of_keys = jnp.stack(of_keys)
             sums = [x + of_keys[:, :, tokens] for x, tokens in zip(sums, cut, strict=True)]
             return (arriving, dq + part, sums), None
