@@ -59,14 +59,14 @@ def kill_often(
     rng: np.random.Generator,
     *options: str,
     after: Callable[[], None] = lambda: None,
-    early: Callable[[int], bool] = lambda i: i % 3 == 1,
+    when: Callable[[int], str] = lambda i: "starting" if i % 3 == 1 else "later",
     gently: Callable[[int], bool] = lambda i: False,
 ) -> list[Kill]:
-    """Fails if the run ends before it was killed so often. `after` is called after every kill; `early` says whether kill i
-    meets the run while it starts, `gently` whether it is a SIGTERM."""
+    """Fails if the run ends before it was killed so often. `after` is called after every kill; `when` says at which
+    moment kill i comes, `gently` whether it is a SIGTERM."""
     kills = []
     for i in range(num_kills):
-        kill = kill_once(folder, rng, *options, early=early(i), gently=gently(i))
+        kill = kill_once(folder, rng, *options, when=when(i), gently=gently(i))
         assert kill is not None, f"the run ended before kill {i + 1} of {num_kills}: give it more steps"
         assert kill.num_orphans == 0, "an environment worker outlived the run"
         kills.append(kill)
@@ -239,12 +239,12 @@ def check_lengths(folder: Path, num_kills: int, steps: int, rng: np.random.Gener
     tokens per episode of a killed run, and of one that starts running episodes again, against a run that was not killed.
     The first has to have the same distribution, and the second, or the test could not tell, another one."""
     longer = ("--sampling.max_tokens", "40", "--sampler.max_length", "100")
-    options = (*_async("async", steps, max_lag=8), "--optimizer.lr", "0", *longer)
+    options = (*_async("async", steps, max_lag=4), "--optimizer.lr", "0", *longer)
     runs = {"whole": 0, "continued": num_kills, "restarted": num_kills}
     lengths = {}
     for name, kills in runs.items():
-        run = make_run(folder / name, slow={"seconds": 0.02, "fresh": True, "forgets": name == "restarted"})
-        kill_often(run, kills, rng, *options, early=lambda i: False)
+        run = make_run(folder / name, slow={"seconds": 0.03, "fresh": True, "forgets": name == "restarted"})
+        kill_often(run, kills, rng, *options, when=lambda i: "sampling")
         finish(run, *options)
         lines = [line for lines in trained_episodes(run).values() for line in lines.values()]
         lengths[name] = np.array([line["sampled_tokens"] for line in lines])

@@ -165,17 +165,19 @@ class Kill:
 
 
 def kill_once(
-    folder: Path, rng: np.random.Generator, *options: str, early: bool = False, gently: bool = False, devices: int = 1
+    folder: Path, rng: np.random.Generator, *options: str, when: str = "later", gently: bool = False, devices: int = 1
 ) -> Kill | None:
-    """Starts the run and kills it with SIGKILL (`gently`: stops it with SIGTERM) at a random moment: somewhere in its first
-    seconds (`early`), or after 1 to 6 more lines of metrics, with something of a running episode on disk if it runs slowly,
-    and up to a fifth of a second. None if it ended first."""
+    """Starts the run and kills it with SIGKILL (`gently`: stops it with SIGTERM) at a random moment. when: "starting", somewhere in
+    its first seconds; "sampling", up to a second and a half after the first tokens; "later", after 1 to 6 more lines of
+    metrics, with something of a running episode on disk if it runs slowly, and up to a fifth of a second. None if it ended first."""
+    lines, tokens = num_lines(folder) + int(rng.integers(1, 7)), num_tokens(folder)
     process = start(folder, *options, devices=devices)
     began = time.monotonic()
-    if early:
+    if when == "starting":
         ended = _ends(process, lambda: False, rng.uniform(0, 8))
+    elif when == "sampling":
+        ended = _ends(process, lambda: num_tokens(folder) != tokens, 300) or _ends(process, lambda: False, rng.uniform(0, 1.5))
     else:
-        lines = num_lines(folder) + int(rng.integers(1, 7))
         ended = _ends(process, lambda: num_lines(folder) >= lines, 300)
         if (folder / "slow.json").exists():
             ended = ended or _ends(process, lambda: bool(journaled(folder)[1]), 60)
@@ -209,6 +211,11 @@ def _ends(process: subprocess.Popen, is_time, seconds: float) -> bool:
 def num_lines(folder: Path) -> int:
     path = folder / "run" / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def num_tokens(folder: Path) -> int:
+    """Tokens of running episodes on disk."""
+    return sum(len(call.tokens.ids) for calls in journaled(folder)[1].values() for call in calls.values())
 
 
 def metrics(folder: Path) -> list[dict]:
