@@ -20,11 +20,11 @@ def backward_queries(
     q: jax.Array,  # [R, h · u, g, Tq, D]
     k: jax.Array,  # [R, h, Tk, D]
     v: jax.Array,  # [R, h, Tk, D]
+    queries: jax.Array,  # [R, 1 or 2, Tq] int32, as `visible_blocks` takes them
+    keys: jax.Array,  # [R, 2 or 3, Tk] int32
     d_out: jax.Array,  # like q
     lse: jax.Array,  # [R, h · u, Tq / block_q, 1, g · block_q] float32, in base 2; finite
     delta: jax.Array,  # like lse
-    queries: jax.Array,  # [R, 1 or 2, Tq] int32, as `visible_blocks` takes them
-    keys: jax.Array,  # [R, 2 or 3, Tk] int32
     lists: WorkLists,  # query blocks outside
     tiling: Tiling,
 ) -> jax.Array:
@@ -35,7 +35,7 @@ def backward_queries(
     tile_rows = group * block_q
 
     def body(step, *refs):
-        q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, query_ref, key_ref, dq_ref, acc_ref, columns_ref, stats_ref = refs
+        q_ref, k_ref, v_ref, query_ref, key_ref, d_out_ref, lse_ref, delta_ref, dq_ref, acc_ref, columns_ref, stats_ref = refs
 
         @pl.when(step.first)
         def _():
@@ -70,11 +70,11 @@ def backward_queries(
             queries_like,
             keys_like,
             keys_like,
+            pl.BlockSpec((None, queries.shape[1], block_q), lambda n, m, _: (row, 0, n)),
+            pl.BlockSpec((None, keys.shape[1], block_k), lambda n, m, _: (row, 0, m)),
             queries_like,
             stats,
             stats,
-            pl.BlockSpec((None, queries.shape[1], block_q), lambda n, m, _: (row, 0, n)),
-            pl.BlockSpec((None, keys.shape[1], block_k), lambda n, m, _: (row, 0, m)),
         ]
 
     (dq,) = walk(
@@ -90,7 +90,7 @@ def backward_queries(
             pltpu.VMEM((queries.shape[1], block_q, LANES), jnp.int32),
             pltpu.VMEM((2, tile_rows, LANES), jnp.float32),
         ],
-        (q, k, v, d_out, lse, delta, queries, keys),
+        (q, k, v, queries, keys, d_out, lse, delta),
         tiling,
         "tree_attention_backward_queries",
     )
@@ -101,11 +101,11 @@ def backward_keys(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
+    queries: jax.Array,
+    keys: jax.Array,
     d_out: jax.Array,
     lse: jax.Array,
     delta: jax.Array,
-    queries: jax.Array,
-    keys: jax.Array,
     lists: WorkLists,  # key blocks outside
     tiling: Tiling,
 ) -> tuple[jax.Array, jax.Array]:
@@ -117,7 +117,7 @@ def backward_keys(
     tile_rows = group * block_q
 
     def body(step, *refs):
-        q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, query_ref, key_ref = refs[:8]
+        q_ref, k_ref, v_ref, query_ref, key_ref, d_out_ref, lse_ref, delta_ref = refs[:8]
         dk_ref, dv_ref, dk_acc_ref, dv_acc_ref, columns_ref = refs[8:]
 
         @pl.when(step.first)
@@ -156,11 +156,11 @@ def backward_keys(
             queries_like,
             keys_like,
             keys_like,
+            pl.BlockSpec((None, queries.shape[1], block_q), lambda m, n, u: (row, 0, n)),
+            pl.BlockSpec((None, keys.shape[1], block_k), lambda m, n, u: (row, 0, m)),
             queries_like,
             stats,
             stats,
-            pl.BlockSpec((None, queries.shape[1], block_q), lambda m, n, u: (row, 0, n)),
-            pl.BlockSpec((None, keys.shape[1], block_k), lambda m, n, u: (row, 0, m)),
         ]
 
     dk, dv = walk(
@@ -175,7 +175,7 @@ def backward_keys(
             *[pltpu.VMEM((block_k, size), jnp.float32)] * 2,
             pltpu.VMEM((keys.shape[1], block_k, LANES), jnp.int32),
         ],
-        (q, k, v, d_out, lse, delta, queries, keys),
+        (q, k, v, queries, keys, d_out, lse, delta),
         tiling,
         "tree_attention_backward_keys",
     )

@@ -15,7 +15,7 @@ from pallas_kernels.tree_tiles_tpu import LANES, LOG2_E, Tiling, column, mask_of
 _BELOW_ALL = -1e30
 
 
-def forward(
+def forward_tiles(
     q: jax.Array,  # [R, h · u, g, Tq, D]
     k: jax.Array,  # [R, h, Tk, D]
     v: jax.Array,  # [R, h, Tk, D]

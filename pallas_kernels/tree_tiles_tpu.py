@@ -35,6 +35,7 @@ class Tiling:
 
     block_q: int  # tokens
     block_k: int
+    group: int  # query heads of a tile
     scale: float
     window: int | None
     interpret: object  # pltpu.InterpretParams, or False
