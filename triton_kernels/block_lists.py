@@ -24,16 +24,18 @@ class BlockLists(NamedTuple):
 
 
 def block_lists(
-    q_offset: jax.Array,  # [R, Tq] int32, a multiple of block long; negative: sees nothing
-    k_offset: jax.Array,  # [R, Tk] int32, likewise
+    q_offset: jax.Array,  # [R, Tq] int32; negative: sees nothing
+    k_offset: jax.Array,  # [R, Tk] int32
     subtree_end: jax.Array,  # [R, Tk] int32, exclusive; at most k_offset: seen by nothing
     q_position: jax.Array | None,
     k_position: jax.Array | None,
     window: int | None,
-    block: int,
+    block_q: int,
+    block_k: int,
 ) -> tuple[BlockLists, BlockLists]:
-    """(key blocks of every query block, query blocks of every key block)."""
-    q, k, end = (x.reshape(x.shape[0], -1, block) for x in (q_offset, k_offset, subtree_end))
+    """(key blocks of every query block, query blocks of every key block). Blocks divide Tq and Tk."""
+    q = q_offset.reshape(q_offset.shape[0], -1, block_q)
+    k, end = (x.reshape(x.shape[0], -1, block_k) for x in (k_offset, subtree_end))
     valid_q, valid_k = q >= 0, k < end
     q_first, q_last = jnp.where(valid_q, q, _LAST).min(-1)[:, :, None], q.max(-1)[:, :, None]
     k_first, k_last = jnp.where(valid_k, k, _LAST).min(-1)[:, None], k.max(-1)[:, None]
@@ -42,7 +44,7 @@ def block_lists(
     is_full = (k_last <= q.min(-1)[:, :, None]) & (q_last < end_first)
     is_empty = (q_last < k_first) | (end_last <= q_first)
     if window is not None:
-        position_q, position_k = (x.reshape(x.shape[0], -1, block) for x in (q_position, k_position))
+        position_q, position_k = q_position.reshape(q.shape), k_position.reshape(k.shape)
         is_full &= position_q.max(-1)[:, :, None] - position_k.min(-1)[:, None] < window
         is_empty |= position_q.min(-1)[:, :, None] - position_k.max(-1)[:, None] >= window
     kind = jnp.where(is_empty, 2, jnp.where(is_full, 0, 1)).astype(jnp.int32)  # [R, query blocks, key blocks]

@@ -21,12 +21,13 @@ from triton_kernels.tree_attention_kernels import dkdv_kernel, dq_kernel, forwar
 
 LOG2E = math.log2(math.e)
 HEAD_DIMS = (64, 96, 128, 256)
+_PADDING = 128  # every tile divides it
 DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A kernel's tile and how it is compiled. Both sizes divide the lists' block."""
+    """A kernel's tile and how it is compiled. Sizes are powers of two."""
 
     queries: int
     keys: int
@@ -36,7 +37,6 @@ class Tile:
 
 @dataclass(frozen=True)
 class Tiles:
-    block: int  # tokens of a block of the lists
     forward: Tile
     dq: Tile
     dkdv: Tile
@@ -46,10 +46,10 @@ def default_tiles(head_dim: int, dtype: jnp.dtype) -> Tiles:
     """What measured fastest on an H200 among what fits its registers and shared memory."""
     if jnp.dtype(dtype) == jnp.float32:
         small = Tile(32, 32, 4, 1) if head_dim <= 128 else Tile(16, 16, 4, 1)
-        return Tiles(64, small, small, small)
+        return Tiles(small, small, small)
     if head_dim > 128:
-        return Tiles(64, Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 8, 1))
-    return Tiles(128, Tile(128, 64, 4, 3), Tile(128, 128, 8, 2), Tile(64, 128, 8, 2))
+        return Tiles(Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 8, 1))
+    return Tiles(Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3))
 
 
 def refusal(head_dim: int, dtype: jnp.dtype) -> str | None:
@@ -75,7 +75,7 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """(output [R, Tq, H, D] in q's dtype, natural log-sum-exp of the scaled scores [R, Tq, H] float32). A query that sees
     nothing gets output 0 and log-sum-exp -inf. Raises ValueError for a dtype or head size without a kernel."""
-    problem = _prepare(q, k, v, q_offset, k_offset, subtree_end, q_position, k_position, scale, window, tiles)
+    problem = _prepare(q, k, v, q_offset, k_offset, subtree_end, q_position, k_position, window, tiles)
     num_rows, num_queries, num_heads, head_dim = problem.q.shape
     out_type = (
         jax.ShapeDtypeStruct((num_rows * num_queries, num_heads * head_dim), q.dtype),
@@ -83,7 +83,8 @@ def forward(
     )
     tile = problem.tiles.forward
     grid = num_heads * num_rows * num_queries // tile.queries
-    out, lse2 = _call(forward_kernel, problem, tile, problem.by_query, (scale * LOG2E,), out_type, grid)
+    lists, _ = problem.lists(tile)
+    out, lse2 = _call(forward_kernel, problem, tile, lists, (scale * LOG2E,), out_type, grid)
     lse = (lse2 / LOG2E).T.reshape(num_rows, num_queries, num_heads)
     return out.reshape(problem.q.shape)[:, : q.shape[1], :, : q.shape[3]], lse[:, : q.shape[1]]
 
@@ -107,7 +108,7 @@ def backward(
     tiles: Tiles | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(dq, dk, dv) in the dtypes of q, k, v: these keys' share of dq, and their own gradients."""
-    problem = _prepare(q, k, v, q_offset, k_offset, subtree_end, q_position, k_position, scale, window, tiles)
+    problem = _prepare(q, k, v, q_offset, k_offset, subtree_end, q_position, k_position, window, tiles)
     num_rows, num_queries, num_heads, head_dim = problem.q.shape
     seen = lse > -jnp.inf
     d_out = jnp.where(seen[..., None], d_out, 0)
@@ -119,11 +120,12 @@ def backward(
     q_type = jax.ShapeDtypeStruct((num_rows * num_queries, num_heads * head_dim), q.dtype)
     kv_type = jax.ShapeDtypeStruct((num_rows * problem.k.shape[1], k.shape[2] * head_dim), k.dtype)
     tile = problem.tiles.dq
-    (dq,) = _call(dq_kernel, problem, tile, problem.by_query, given, (q_type,), num_heads * q_type.shape[0] // tile.queries)
+    lists, _ = problem.lists(tile)
+    (dq,) = _call(dq_kernel, problem, tile, lists, given, (q_type,), num_heads * q_type.shape[0] // tile.queries)
     tile = problem.tiles.dkdv
-    dk, dv = _call(
-        dkdv_kernel, problem, tile, problem.by_key, given, (kv_type,) * 2, k.shape[2] * kv_type.shape[0] // tile.keys
-    )
+    _, lists = problem.lists(tile)
+    grid = k.shape[2] * kv_type.shape[0] // tile.keys
+    dk, dv = _call(dkdv_kernel, problem, tile, lists, given, (kv_type, kv_type), grid)
     shapes = (problem.q.shape, problem.k.shape, problem.k.shape)
     gradients = (x.reshape(shape) for x, shape in zip((dq, dk, dv), shapes, strict=True))
     return tuple(g[:, : x.shape[1], :, : x.shape[3]] for g, x in zip(gradients, (q, k, v), strict=True))
@@ -131,26 +133,37 @@ def backward(
 
 @dataclass(frozen=True)
 class _Problem:
-    """The arguments as the kernels take them: whole blocks, head sizes that are powers of two, zeros in what is invalid."""
+    """The arguments as the kernels take them: whole tiles, head sizes that are powers of two, zeros in what is invalid."""
 
     q: jax.Array
     k: jax.Array
     v: jax.Array
-    tokens: tuple[jax.Array, ...]  # q_offset, k_offset, reach (0: seen by nothing), q_position, k_position
-    by_query: BlockLists
-    by_key: BlockLists
-    window: int  # 0: none
+    q_offset: jax.Array
+    k_offset: jax.Array
+    subtree_end: jax.Array
+    q_position: jax.Array | None
+    k_position: jax.Array | None
+    window: int | None
     tiles: Tiles
 
+    def lists(self, tile: Tile) -> tuple[BlockLists, BlockLists]:
+        tokens = (self.q_offset, self.k_offset, self.subtree_end, self.q_position, self.k_position)
+        return block_lists(*tokens, self.window, tile.queries, tile.keys)
 
-def _prepare(q, k, v, q_offset, k_offset, subtree_end, q_position, k_position, scale, window, tiles) -> _Problem:
+    def tokens(self) -> tuple[jax.Array, ...]:
+        """q_offset, k_offset, reach (0: seen by nothing), q_position, k_position, all [R * T]."""
+        reach = jnp.maximum(self.subtree_end - self.k_offset, 0)
+        positions = (self.q_offset, self.k_offset) if self.window is None else (self.q_position, self.k_position)  # or unread
+        return tuple(x.reshape(-1) for x in (self.q_offset, self.k_offset, reach, *positions))
+
+
+def _prepare(q, k, v, q_offset, k_offset, subtree_end, q_position, k_position, window, tiles) -> _Problem:
     head_dim = q.shape[3]
     if (problem := refusal(head_dim, q.dtype)) is not None:
         raise ValueError(problem)
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"{q.shape[2]} query heads are not a multiple of {k.shape[2]} KV heads")
-    tiles = tiles or default_tiles(head_dim, q.dtype)
-    num_queries, num_keys = (-(-x.shape[1] // tiles.block) * tiles.block for x in (q, k))
+    num_queries, num_keys = (-(-x.shape[1] // _PADDING) * _PADDING for x in (q, k))
     head_dim = 1 << (head_dim - 1).bit_length()
     q = _padded(jnp.where((q_offset >= 0)[..., None, None], q, 0), num_queries, head_dim)
     valid = (k_offset < subtree_end)[..., None, None]
@@ -159,11 +172,8 @@ def _prepare(q, k, v, q_offset, k_offset, subtree_end, q_position, k_position, s
     k_offset, subtree_end = (_filled(x, num_keys, 0) for x in (k_offset, subtree_end))
     if window is not None:
         q_position, k_position = _filled(q_position, num_queries, 0), _filled(k_position, num_keys, 0)
-    by_query, by_key = block_lists(q_offset, k_offset, subtree_end, q_position, k_position, window, tiles.block)
-    reach = jnp.maximum(subtree_end - k_offset, 0)
-    positions = (q_offset, k_offset) if window is None else (q_position, k_position)  # unread without a window
-    tokens = tuple(x.reshape(-1) for x in (q_offset, k_offset, reach, *positions))
-    return _Problem(q, k, v, tokens, by_query, by_key, window or 0, tiles)
+    tiles = tiles or default_tiles(head_dim, q.dtype)
+    return _Problem(q, k, v, q_offset, k_offset, subtree_end, q_position, k_position, window, tiles)
 
 
 def _call(kernel, problem: _Problem, tile: Tile, lists: BlockLists, given, out_type, grid: int) -> tuple[jax.Array, ...]:
@@ -171,7 +181,7 @@ def _call(kernel, problem: _Problem, tile: Tile, lists: BlockLists, given, out_t
     num_rows, num_queries, num_heads, head_dim = q.shape
     return triton_call(
         *(x.reshape(-1, x.shape[2] * head_dim) for x in (q, k, v)),
-        *problem.tokens,
+        *problem.tokens(),
         *lists,
         *given,
         kernel=kernel,
@@ -185,10 +195,9 @@ def _call(kernel, problem: _Problem, tile: Tile, lists: BlockLists, given, out_t
         H=num_heads,
         HKV=k.shape[2],
         D=head_dim,
-        LIST=problem.tiles.block,
         M=tile.queries,
         N=tile.keys,
-        WINDOW=problem.window,
+        WINDOW=problem.window or 0,
         PRECISION="tf32x3" if q.dtype == jnp.float32 else "tf32",
     )
 

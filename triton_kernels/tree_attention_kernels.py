@@ -1,8 +1,8 @@
 """Tree attention in Triton: the three kernels. `tree_attention.py` calls them and says what they compute.
 
 Tokens of all rows lie one after another, [R * T, heads * D], so a tile is one block of a two-dimensional TMA descriptor. A tile's
-partners come from the lists of its block of LIST tokens, full ones (no pair is hidden) before partial ones; a listed block is taken in steps
-of the other tile size. Programs start with the longest lists. Scores are in base 2: scale2 = scale * log2(e), as is lse2.
+partners come from its list, full ones (no pair is hidden) before partial ones; programs start with the longest lists. Scores are in
+base 2: scale2 = scale * log2(e), as is lse2.
 
 Visibility is one subtraction and one unsigned comparison: key k sees query q iff q - k, as unsigned, is below k's reach,
 end - k. A negative q is above every reach.
@@ -30,7 +30,7 @@ def _forward_block(
     N: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     k = k_desc.load([start, column])
-    scores = tl.dot(q, k.T, input_precision=PRECISION) * scale2
+    scores = tl.dot(q, k.T, input_precision=PRECISION)
     if MASKED:
         keys = start + tl.arange(0, N)
         k_position = tl.load(k_position_ptr + keys)[None, :] if WINDOW > 0 else 0
@@ -38,9 +38,9 @@ def _forward_block(
             scores, q_offset[:, None], q_position[:, None], tl.load(k_offset_ptr + keys)[None, :],
             tl.load(reach_ptr + keys)[None, :], k_position, WINDOW,
         )  # fmt: skip
-    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    new_peak = tl.maximum(peak, tl.max(scores, 1) * scale2)  # of scaled scores, scaled once a row
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak  # -inf - -inf is not a number
-    weights = tl.exp2(scores - base[:, None])
+    weights = tl.exp2(scores * scale2 - base[:, None])
     shrink = tl.exp2(peak - base)
     acc = acc * shrink[:, None]
     v = v_desc.load([start, column])
@@ -53,14 +53,13 @@ def forward_kernel(
     q_ptr, k_ptr, v_ptr, q_offset_ptr, k_offset_ptr, reach_ptr, q_position_ptr, k_position_ptr,
     list_ptr, num_full_ptr, num_listed_ptr, order_ptr, scale2, out_ptr, lse_ptr,
     NUM_ROWS: tl.constexpr, TQ: tl.constexpr, TK: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
-    LIST: tl.constexpr, M: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: M queries of one head. Writes out [R * TQ, H * D] and lse2 [H, R * TQ]."""
     head = tl.program_id(0) % H
-    tile = tl.program_id(0) // H
-    block = tl.load(order_ptr + tile // (LIST // M))
-    row = block // (TQ // LIST)
-    start = block * LIST + tile % (LIST // M) * M
+    tile = tl.load(order_ptr + tl.program_id(0) // H)
+    row = tile // (TQ // M)
+    start = tile * M
     column = head // (H // HKV) * D
     q_desc = tl.make_tensor_descriptor(q_ptr, [NUM_ROWS * TQ, H * D], [H * D, 1], [M, D])
     k_desc = tl.make_tensor_descriptor(k_ptr, [NUM_ROWS * TK, HKV * D], [HKV * D, 1], [N, D])
@@ -73,18 +72,17 @@ def forward_kernel(
     peak = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, D], tl.float32)
-    list_ptr += block * (TK // LIST)
-    steps = LIST // N
-    num_full = tl.load(num_full_ptr + block) * steps
-    num_listed = tl.load(num_listed_ptr + block) * steps
+    list_ptr += tile * (TK // N)
+    num_full = tl.load(num_full_ptr + tile)
+    num_listed = tl.load(num_listed_ptr + tile)
     for i in tl.range(0, num_full):
-        key = row * TK + tl.load(list_ptr + i // steps) * LIST + i % steps * N
+        key = row * TK + tl.load(list_ptr + i) * N
         peak, total, acc = _forward_block(
             q, k_desc, v_desc, column, key, q_offset, q_position, k_offset_ptr, reach_ptr, k_position_ptr,
             scale2, peak, total, acc, N, WINDOW, False, PRECISION,
         )  # fmt: skip
     for i in tl.range(num_full, num_listed):
-        key = row * TK + tl.load(list_ptr + i // steps) * LIST + i % steps * N
+        key = row * TK + tl.load(list_ptr + i) * N
         peak, total, acc = _forward_block(
             q, k_desc, v_desc, column, key, q_offset, q_position, k_offset_ptr, reach_ptr, k_position_ptr,
             scale2, peak, total, acc, N, WINDOW, True, PRECISION,
@@ -125,14 +123,13 @@ def dq_kernel(
     q_ptr, k_ptr, v_ptr, q_offset_ptr, k_offset_ptr, reach_ptr, q_position_ptr, k_position_ptr,
     list_ptr, num_full_ptr, num_listed_ptr, order_ptr, scale2, scale, d_out_ptr, lse_ptr, delta_ptr, dq_ptr,
     NUM_ROWS: tl.constexpr, TQ: tl.constexpr, TK: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
-    LIST: tl.constexpr, M: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: M queries of one head. lse2 and delta [H, R * TQ], lse2 finite. Writes dq [R * TQ, H * D]."""
     head = tl.program_id(0) % H
-    tile = tl.program_id(0) // H
-    block = tl.load(order_ptr + tile // (LIST // M))
-    row = block // (TQ // LIST)
-    start = block * LIST + tile % (LIST // M) * M
+    tile = tl.load(order_ptr + tl.program_id(0) // H)
+    row = tile // (TQ // M)
+    start = tile * M
     column = head // (H // HKV) * D
     q_desc = tl.make_tensor_descriptor(q_ptr, [NUM_ROWS * TQ, H * D], [H * D, 1], [M, D])
     d_out_desc = tl.make_tensor_descriptor(d_out_ptr, [NUM_ROWS * TQ, H * D], [H * D, 1], [M, D])
@@ -147,18 +144,17 @@ def dq_kernel(
     delta = tl.load(delta_ptr + head * (NUM_ROWS * TQ) + queries)
 
     dq = tl.zeros([M, D], tl.float32)
-    list_ptr += block * (TK // LIST)
-    steps = LIST // N
-    num_full = tl.load(num_full_ptr + block) * steps
-    num_listed = tl.load(num_listed_ptr + block) * steps
+    list_ptr += tile * (TK // N)
+    num_full = tl.load(num_full_ptr + tile)
+    num_listed = tl.load(num_listed_ptr + tile)
     for i in tl.range(0, num_full):
-        key = row * TK + tl.load(list_ptr + i // steps) * LIST + i % steps * N
+        key = row * TK + tl.load(list_ptr + i) * N
         dq = _dq_block(
             q, d_out, lse2, delta, k_desc, v_desc, column, key, q_offset, q_position, k_offset_ptr, reach_ptr,
             k_position_ptr, scale2, dq, N, WINDOW, False, PRECISION,
         )  # fmt: skip
     for i in tl.range(num_full, num_listed):
-        key = row * TK + tl.load(list_ptr + i // steps) * LIST + i % steps * N
+        key = row * TK + tl.load(list_ptr + i) * N
         dq = _dq_block(
             q, d_out, lse2, delta, k_desc, v_desc, column, key, q_offset, q_position, k_offset_ptr, reach_ptr,
             k_position_ptr, scale2, dq, N, WINDOW, True, PRECISION,
@@ -199,15 +195,14 @@ def dkdv_kernel(
     q_ptr, k_ptr, v_ptr, q_offset_ptr, k_offset_ptr, reach_ptr, q_position_ptr, k_position_ptr,
     list_ptr, num_full_ptr, num_listed_ptr, order_ptr, scale2, scale, d_out_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
     NUM_ROWS: tl.constexpr, TQ: tl.constexpr, TK: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
-    LIST: tl.constexpr, M: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: N keys of one key head, over its queries of all the query heads that read it. Writes dk and dv
     [R * TK, HKV * D]."""
     kv_head = tl.program_id(0) % HKV
-    tile = tl.program_id(0) // HKV
-    block = tl.load(order_ptr + tile // (LIST // N))
-    row = block // (TK // LIST)
-    start = block * LIST + tile % (LIST // N) * N
+    tile = tl.load(order_ptr + tl.program_id(0) // HKV)
+    row = tile // (TK // N)
+    start = tile * N
     group = H // HKV
     q_desc = tl.make_tensor_descriptor(q_ptr, [NUM_ROWS * TQ, H * D], [H * D, 1], [M, D])
     d_out_desc = tl.make_tensor_descriptor(d_out_ptr, [NUM_ROWS * TQ, H * D], [H * D, 1], [M, D])
@@ -222,18 +217,17 @@ def dkdv_kernel(
 
     dk = tl.zeros([N, D], tl.float32)
     dv = tl.zeros([N, D], tl.float32)
-    list_ptr += block * (TQ // LIST)
-    steps = LIST // M * group
-    num_full = tl.load(num_full_ptr + block) * steps
-    num_listed = tl.load(num_listed_ptr + block) * steps
+    list_ptr += tile * (TQ // M)
+    num_full = tl.load(num_full_ptr + tile) * group
+    num_listed = tl.load(num_listed_ptr + tile) * group
     for i in tl.range(0, num_full):
-        query = row * TQ + tl.load(list_ptr + i // steps) * LIST + i % steps // group * M
+        query = row * TQ + tl.load(list_ptr + i // group) * M
         dk, dv = _dkdv_block(
             k, v, k_offset, reach, k_position, q_desc, d_out_desc, lse_ptr, delta_ptr, q_offset_ptr, q_position_ptr,
             query, kv_head * group + i % group, scale2, dk, dv, NUM_ROWS * TQ, D, M, WINDOW, False, PRECISION,
         )  # fmt: skip
     for i in tl.range(num_full, num_listed):
-        query = row * TQ + tl.load(list_ptr + i // steps) * LIST + i % steps // group * M
+        query = row * TQ + tl.load(list_ptr + i // group) * M
         dk, dv = _dkdv_block(
             k, v, k_offset, reach, k_position, q_desc, d_out_desc, lse_ptr, delta_ptr, q_offset_ptr, q_position_ptr,
             query, kv_head * group + i % group, scale2, dk, dv, NUM_ROWS * TQ, D, M, WINDOW, True, PRECISION,

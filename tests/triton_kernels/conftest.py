@@ -11,6 +11,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 def interpreted(monkeypatch):
     pytest.importorskip("triton", reason="Triton has no package for this platform")
     import interpret
+
     import triton_kernels.tree_attention
 
     monkeypatch.setattr(triton_kernels.tree_attention, "triton_call", interpret.triton_call)

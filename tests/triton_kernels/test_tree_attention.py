@@ -115,11 +115,11 @@ def test_block_lists_name_every_pair_that_sees():
     from triton_kernels.block_lists import block_lists
 
     _, (q_offset, k_offset, end), _ = inputs(2, 3, 160, 192, 1, 1, 64)
-    by_query, by_key = block_lists(q_offset, k_offset, end, None, None, None, 16)
+    by_query, by_key = block_lists(q_offset, k_offset, end, None, None, None, 16, 16)
     visible = (k_offset[:, None, :] <= q_offset[:, :, None]) & (q_offset[:, :, None] < end[:, None, :])
     tiles = visible.reshape(3, 10, 16, 12, 16).swapaxes(2, 3)
-    for lists, tiles in ((by_query, tiles), (by_key, tiles.swapaxes(1, 2))):
-        some, every = tiles.any((-1, -2)), tiles.all((-1, -2))
+    for lists, pairs in ((by_query, tiles), (by_key, tiles.swapaxes(1, 2))):
+        some, every = pairs.any((-1, -2)), pairs.all((-1, -2))
         for a, (some_a, every_a) in enumerate(
             zip(some.reshape(-1, some.shape[2]), every.reshape(-1, some.shape[2]), strict=True)
         ):
