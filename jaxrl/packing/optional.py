@@ -42,6 +42,8 @@ NO_OPTIONALS: Widths = {}
 def widths_of(trajectories: Sequence[TrainingTrajectory]) -> Widths:
     """The given fields. Raises PackingError naming a trajectory whose field is missing or has another shape than the first's."""
     widths: dict[str, tuple[int, ...]] = {}
+    if all(map(_is_plain, trajectories)):
+        return widths
     for name, field in FIELDS.items():
         given = [getattr(training, name) for training in trajectories]
         if all(values is None for values in given):
@@ -59,6 +61,13 @@ def widths_of(trajectories: Sequence[TrainingTrajectory]) -> Widths:
     if widths.get("teacher_ids") != widths.get("teacher_logp"):
         raise PackingError("`teacher_ids` and `teacher_logp` go together: give both, with as many candidates a token")
     return widths
+
+
+def _is_plain(t: TrainingTrajectory) -> bool:
+    """Whether it gives none of FIELDS. Spelled out, because a step has thousands of trajectories and mostly no such field."""
+    no_read = t.reference_logp is None and t.proximal_logp is None and t.teacher_ids is None and t.teacher_logp is None
+    no_term = t.returns is None and t.old_value is None and t.value_weight is None and t.kl_weight is None
+    return no_read and no_term and t.routed_experts is None and t.axis_positions is None
 
 
 def wrong_length(training: TrainingTrajectory, name: str, values: np.ndarray) -> PackingError:

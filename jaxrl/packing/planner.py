@@ -94,9 +94,11 @@ def _check_shapes(trajectories: Sequence[TrainingTrajectory]) -> None:
 
 def _check_sizes(trajectories: Sequence[TrainingTrajectory], counts: np.ndarray, limits: RowLimits) -> None:
     """Refuses trajectories that fit no row. Each has one segment at least."""
-    for training, trained in zip(trajectories, counts.tolist(), strict=True):
-        if problem := misfit(len(training.trajectory.ids), trained, limits):
-            raise PackingError(f"{name_of(training)}: {problem}, or shorten it")
+    lengths = np.array([len(t.trajectory.ids) for t in trajectories])
+    slots = min(limits.reads, limits.terms)
+    for k in np.flatnonzero((lengths > limits.row_length) | (counts > slots))[:1].tolist():
+        problem = misfit(int(lengths[k]), int(counts[k]), limits)
+        raise PackingError(f"{name_of(trajectories[k])}: {problem}, or shorten it")
     for name in ("segments", "trajectories"):
         if getattr(limits, name) < 1:
             raise PackingError(f"a row holds {getattr(limits, name)} {name}: raise packing.{name}")
