@@ -37,10 +37,10 @@ def make_variables():
     return jax.tree.map(np.asarray, init_variables(Decoder(ARCHITECTURE), jax.random.key(0), None))
 
 
-def step_on(layout: dict[str, int], batches):
+def step_on(layout: dict[str, int], batches, config=CONFIG):
     """Loss, gradients and the parameters after AdamW, as pytrees of global arrays."""
     num_devices = int(np.prod(list(layout.values())))
-    trainer = make_trainer(CONFIG, ARCHITECTURE, make_mesh(MeshConfig(**layout), jax.devices()[:num_devices]))
+    trainer = make_trainer(config, ARCHITECTURE, make_mesh(MeshConfig(**layout), jax.devices()[:num_devices]))
     state, update = trainer.init(make_variables()), trainer._reinforce
     totals = update.zero()
     for rows in batches:

@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from layouts import AXES, compare, make_batches, step_on
+from layouts import AXES, CONFIG, compare, make_batches, step_on
 
 HERE = Path(__file__).parent
 # Every axis at 2, 4 and 8.
@@ -35,6 +35,14 @@ def reference():
 def test_layout_equals_one_device(reference, sizes):
     gradient_error, adam_error = compare(step_on(dict(zip(AXES, sizes, strict=True)), make_batches()), reference)
     print(f"{sizes}: gradients {gradient_error:.1e}, after Adam {adam_error:.1e} lr")
+    assert gradient_error <= 1e-5 and adam_error <= 1e-2
+
+
+def test_ring_under_remat_equals_one_device(reference):
+    """A TPU's transport, its custom gradient inside recomputed layers."""
+    ring = CONFIG.attention.model_copy(update={"transport": "ring"})
+    config = CONFIG.model_copy(update={"attention": ring, "model": CONFIG.model.model_copy(update={"remat": "full"})})
+    gradient_error, adam_error = compare(step_on({"fsdp": 2, "context": 4}, make_batches(), config), reference)
     assert gradient_error <= 1e-5 and adam_error <= 1e-2
 
 
