@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from .tree_attention_hopper_backward import BackwardTiles, backward_kv, backward_q
 from .tree_attention_hopper_blocks import block_kinds, block_lists
 from .tree_attention_hopper_forward import ForwardTiles, forward
-from .tree_attention_hopper_tiles import LOG2E
+from .tree_attention_hopper_fused import backward_fused
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Tiles:
     forward: ForwardTiles = ForwardTiles()
     q: BackwardTiles = BackwardTiles(other=128)
     kv: BackwardTiles = BackwardTiles(stages=3)
+    fused: BackwardTiles | None = None
 
     @property
     def multiple_q(self) -> int:
@@ -105,14 +106,19 @@ def _attention_bwd(scale, tiles, residuals, gradients):
     d_out = _zeroed(d_out, q_offset >= 0).astype(q.dtype)
     sees = jnp.isfinite(lse)
     delta = jnp.einsum("rqhd,rqhd->rhq", d_out, out, preferred_element_type=jnp.float32)
-    delta = jnp.where(sees, delta - d_lse, 0.0)
-    lse = jnp.where(sees, lse * LOG2E, 0.0)
-    tensors = (q, k, v, d_out, lse, delta, q_offset, k_offset, subtree_end)
+    tensors = (
+        q, k, v, d_out, jnp.where(sees, lse / -scale, 0.0), jnp.where(sees, d_lse - delta, 0.0),
+        q_offset, k_offset, subtree_end,
+    )  # fmt: skip
+    kv_tiles = tiles.fused or tiles.kv
+    full, partial = block_kinds(q_offset, k_offset, subtree_end, kv_tiles.other, kv_tiles.tile)
+    lists = block_lists(full.transpose(0, 2, 1), partial.transpose(0, 2, 1))
+    if tiles.fused is not None:
+        dq, dk, dv = backward_fused(*tensors, lists, scale=scale, tiles=tiles.fused)
+        return dq, dk, dv, None, None, None
+    dk, dv = backward_kv(*tensors, lists, scale=scale, tiles=tiles.kv)
     kinds = block_kinds(q_offset, k_offset, subtree_end, tiles.q.tile, tiles.q.other)
     dq = backward_q(*tensors, block_lists(*kinds), scale=scale, tiles=tiles.q)
-    full, partial = block_kinds(q_offset, k_offset, subtree_end, tiles.kv.other, tiles.kv.tile)
-    lists = block_lists(full.transpose(0, 2, 1), partial.transpose(0, 2, 1))
-    dk, dv = backward_kv(*tensors, lists, scale=scale, tiles=tiles.kv)
     return dq, dk, dv, None, None, None
 
 

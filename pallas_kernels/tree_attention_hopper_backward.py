@@ -26,6 +26,7 @@ class BackwardTiles:
     other: int = 64
     stages: int = 2
     warpgroups: int = 2
+    auto_barriers: bool = False
 
     @property
     def tile(self) -> int:
@@ -35,7 +36,7 @@ class BackwardTiles:
     @property
     def registers(self) -> int:
         """Registers a thread of a consumer warpgroup."""
-        return {1: 240, 2: 240, 3: 160}[self.warpgroups]
+        return {1: 240, 2: 232, 3: 160}[self.warpgroups]
 
 
 def backward_q(
@@ -55,7 +56,7 @@ def backward_q(
 ) -> jax.Array:
     """dQ [R, Tq, H, D].
 
-    q and d_out [R, Tq, H, D], k and v [R, Tk, Hkv, D], lse in units of log 2 and delta [R, H, Tq] fp32, offsets and
+    q and d_out [R, Tq, H, D], k and v [R, Tk, Hkv, D], lse and delta [R, H, Tq] fp32 what S and dP start from: -lse / scale and -delta, offsets and
     ends [R, T] int32; `lists` are those of query blocks of tiles.tile and key blocks of tiles.other.
     """
     rows, num_queries, heads, dim = q.shape
@@ -95,7 +96,7 @@ def backward_q(
                 slot = lax.rem(step, jnp.int32(stages))
 
                 def probabilities(s):
-                    p = jnp.exp2(s * (scale * LOG2E) - lse)
+                    p = jnp.exp2(s * (scale * LOG2E))
                     if not masked:
                         return p
                     plgpu.barrier_wait(mask_ready.at[slot])
@@ -107,18 +108,20 @@ def backward_q(
                 plgpu.barrier_wait(k_ready.at[slot])
                 plgpu.barrier_wait(v_ready.at[slot])
                 p, dp = tile_ops.products(
+                    (lse, delta),
                     (q_smem.at[warpgroup], k_smem.at[slot].transpose((1, 0))),
                     (do_smem.at[warpgroup], v_smem.at[slot].transpose((1, 0))),
                     probabilities,
                 )
                 plgpu.barrier_arrive(v_free.at[slot])
-                ds = (p * (dp - delta)).astype(dtype)
+                ds = (p * dp).astype(dtype)
                 (dq,) = tile_ops.add_products((dq,), ((ds, k_smem.at[slot]),))
                 plgpu.barrier_arrive(k_free.at[slot])
                 return dq
 
             dq = lax.fori_loop(0, num_full, lambda i, c: visit(i, c, False), tile_ops.zeros(own, dim))
             dq = lax.fori_loop(num_full, num_visits, lambda i, c: visit(i, c, True), dq)
+            plgpu.commit_smem()  # every warp has read its queries
             q_smem.at[warpgroup][...] = (dq * scale).astype(dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(q_smem.at[warpgroup], dq_ref.at[row, queries, head])
@@ -126,7 +129,7 @@ def backward_q(
 
         @pl.when(warpgroup == warpgroups)
         def _produce():
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(40 if warpgroups == 2 else 32, action="decrease")
             kv_head = lax.div(head, jnp.int32(group))
 
             @pl.loop(0, num_visits + stages)  # the last rounds wait until every slot was read
@@ -174,7 +177,7 @@ def backward_q(
         grid_names=("tile", "head"),
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=not tiles.auto_barriers),
         kernel_name="tree_attention_backward_q",
     )
     return kernel(*lists, q, k, v, d_out, lse, delta, q_offset, k_offset, subtree_end)
@@ -233,8 +236,7 @@ def backward_kv(
                 slot = lax.rem(step, jnp.int32(stages))
 
                 def probabilities(s):
-                    lse = along_columns(plgpu.load(lse_smem.at[slot], layout=COLUMNS), own)
-                    p = jnp.exp2(s * (scale * LOG2E) - lse)
+                    p = jnp.exp2(s * (scale * LOG2E))
                     if not masked:
                         return p
                     plgpu.barrier_wait(mask_ready.at[slot])
@@ -245,12 +247,14 @@ def backward_kv(
 
                 plgpu.barrier_wait(q_ready.at[slot])
                 plgpu.barrier_wait(do_ready.at[slot])
+                starts = (plgpu.load(ref.at[slot], layout=COLUMNS) for ref in (lse_smem, delta_smem))
                 p, dp = tile_ops.products(
+                    tuple(along_columns(x, own) for x in starts),
                     (k_smem.at[warpgroup], q_smem.at[slot].transpose((1, 0))),
                     (v_smem.at[warpgroup], do_smem.at[slot].transpose((1, 0))),
                     probabilities,
                 )
-                ds = p * (dp - along_columns(plgpu.load(delta_smem.at[slot], layout=COLUMNS), own))
+                ds = p * dp
                 factors = ((ds.astype(dtype), q_smem.at[slot]), (p.astype(dtype), do_smem.at[slot]))
                 dk, dv = tile_ops.add_products((dk, dv), factors)
                 plgpu.barrier_arrive(free.at[slot])
@@ -259,6 +263,7 @@ def backward_kv(
             start = tile_ops.zeros(own, dim), tile_ops.zeros(own, dim)
             sums = lax.fori_loop(0, num_full, lambda i, c: visit(i, c, False), start)
             dk, dv = lax.fori_loop(num_full, num_steps, lambda i, c: visit(i, c, True), sums)
+            plgpu.commit_smem()  # every warp has read its keys
             k_smem.at[warpgroup][...] = (dk * scale).astype(dtype)
             v_smem.at[warpgroup][...] = dv.astype(dtype)
             plgpu.commit_smem()
@@ -268,7 +273,7 @@ def backward_kv(
 
         @pl.when(warpgroup == warpgroups)
         def _produce():
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(40 if warpgroups == 2 else 32, action="decrease")
 
             @pl.loop(0, num_steps + stages)  # the last rounds wait until every slot was read
             def _(step):
@@ -316,7 +321,7 @@ def backward_kv(
         grid_names=("tile", "head"),
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=not tiles.auto_barriers),
         kernel_name="tree_attention_backward_kv",
     )
     return kernel(*lists, q, k, v, d_out, lse, delta, q_offset, k_offset, subtree_end)

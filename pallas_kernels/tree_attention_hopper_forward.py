@@ -29,6 +29,7 @@ class ForwardTiles:
     block_k: int = 128
     stages: int = 2
     warpgroups: int = 2
+    auto_barriers: bool = False
 
     @property
     def tile_q(self) -> int:
@@ -77,7 +78,7 @@ def forward(
 
         @pl.when(warpgroup < warpgroups)
         def _consume():
-            plgpu.set_max_registers(240 if warpgroups == 2 else 160, action="increase")
+            plgpu.set_max_registers(232 if warpgroups == 2 else 160, action="increase")
             first_query = lax.rem(tile, jnp.int32(tiles_per_row)) * tiles.tile_q + warpgroup * block_q
             queries = (row, pl.ds(first_query, block_q))
             plgpu.copy_gmem_to_smem(q_ref.at[(*queries, head)], q_smem.at[warpgroup], q_ready.at[warpgroup])
@@ -131,6 +132,7 @@ def forward(
 
             some = total > 0
             acc *= along_rows(jnp.where(some, 1 / jnp.where(some, total, 1.0), 0.0), dim)
+            plgpu.commit_smem()  # every warp has read its queries
             q_smem.at[warpgroup][...] = acc.astype(dtype)
             lse = highest / LOG2E + jnp.log(jnp.where(some, total, 1.0))
             lse_smem.at[warpgroup][...] = jnp.where(some, lse, -jnp.inf)
@@ -141,7 +143,7 @@ def forward(
 
         @pl.when(warpgroup == warpgroups)
         def _produce():
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(40 if warpgroups == 2 else 32, action="decrease")
             kv_head = lax.div(head, jnp.int32(group))
 
             @pl.loop(0, num_visits + stages)  # the last rounds wait until every slot was read
@@ -197,7 +199,7 @@ def forward(
         grid_names=("tile", "head"),
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=not tiles.auto_barriers),
         kernel_name="tree_attention_forward",
     )
     return kernel(*lists, q, k, v, q_offset, k_offset, subtree_end)

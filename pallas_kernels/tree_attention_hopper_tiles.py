@@ -61,13 +61,18 @@ def add_products(
     return tuple(pl.run_state(start)(tuple(plgpu.ACC.init(acc) for acc in accumulators)))
 
 
-def products(first: tuple, second: tuple, between: Callable[[jax.Array], jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """(between(a @ b), c @ d) of the pairs first = (a, b) and second = (c, d); `between` overlaps the second product."""
+def products(
+    starts: tuple[jax.Array, jax.Array], first: tuple, second: tuple, between: Callable[[jax.Array], jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """(between(starts[0] + a @ b), starts[1] + c @ d) of the pairs first = (a, b) and second = (c, d).
 
-    def start(one, two):
+    `between` runs while the tensor cores are at the second product.
+    """
+
+    def start(refs):
+        one, two = refs
         plgpu.wgmma(one, *first)
         plgpu.wgmma(two, *second)
-        return between(plgpu.wgmma_accumulator_load(one, wait_n=1)), two[...]
+        one[...] = between(plgpu.wgmma_accumulator_load(one, wait_n=1))
 
-    shapes = [(a.shape[0], b.shape[1]) for a, b in (first, second)]
-    return pl.run_scoped(start, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
+    return pl.run_state(start)(tuple(plgpu.ACC.init(acc) for acc in starts))
