@@ -2,26 +2,20 @@
 
 Key k is visible to query q iff ``k <= q < subtree_end[k]``. `kernel` states what an implementation is,
 `naive` is the reference, `blockwise` computes it in linear memory in plain JAX; `plan` spreads the tokens of a row
-over devices, `transport` and `context` run a kernel over them. This module chooses.
+over devices, `transport` and `context` run a kernel over them, `choice` picks both.
 """
-
-import logging
-from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import Mesh
 
-from jaxrl.attention.blockwise import blockwise
+from jaxrl.attention.choice import choose_kernel, choose_transport
 from jaxrl.attention.context import sharded_attention
-from jaxrl.attention.kernel import Kernel, differentiable
+from jaxrl.attention.kernel import differentiable
 from jaxrl.attention.merge import apply_sink
 from jaxrl.config import AttentionConfig
 
 __all__ = ["tree_attention"]
-
-log = logging.getLogger(__name__)
 
 
 def tree_attention(
@@ -50,14 +44,14 @@ def tree_attention(
     elif positions is None:
         raise ValueError("a window is counted in logical positions: give `positions`")
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-    kernel = _pick(config, platform)
+    kernel = choose_kernel(config, platform, q.shape[-1], q.dtype.name)
     is_token = offset >= 0
     subtree_end = jnp.where(is_token, subtree_end, -1)
     if mesh is None or mesh.size == 1:
         attend = differentiable(kernel, scale=scale, window=window)
         out, lse = attend(q, k, v, offset, offset, subtree_end, positions, positions)
     else:
-        transport = _pick_transport(config, platform)
+        transport = choose_transport(config, platform)
         out, lse = sharded_attention(
             q, k, v, offset, subtree_end, positions, kernel, transport, mesh, scale=scale, window=window
         )
@@ -65,45 +59,3 @@ def tree_attention(
         return out
     # Selected once more, for the gradient: a cotangent of padding would reach the sink.
     return jnp.where(is_token[..., None, None], apply_sink(out, lse, sink), 0)
-
-
-@lru_cache  # once per choice: it is logged when made
-def _pick(config: AttentionConfig, platform: str) -> Kernel:
-    """The implementation for these settings on this platform."""
-    cpu = platform == "cpu"
-    default = _CPU_BLOCK if cpu else _ACCELERATOR_BLOCK
-    block_q, block_k = config.block_q or default, config.block_k or default
-    log.info("tree attention: plain JAX, blocks of %d queries × %d keys, on %s", block_q, block_k, platform)
-    kernel = blockwise(block_q, block_k)
-    return _row_by_row(kernel) if cpu else kernel
-
-
-@lru_cache
-def _pick_transport(config: AttentionConfig, platform: str) -> str:
-    """A TPU's neighbours are near and its links slow beside NVLink: a ring hides them behind the kernel."""
-    transport = config.transport
-    if transport == "auto":
-        transport = "ring" if platform == "tpu" else "gather"
-    log.info("tree attention: keys travel over mesh.context by %s", transport)
-    return transport
-
-
-# A CPU gains from skipping finely, down to where the loop itself costs; an accelerator runs the
-# blocks one after another, so one block must fill it.
-_CPU_BLOCK, _ACCELERATOR_BLOCK = 128, 512
-
-
-def _row_by_row(kernel: Kernel) -> Kernel:
-    """The kernel on one row after another. Rows taken together skip only the blocks that are empty in
-    all of them, which costs a CPU more than the batching gains."""
-
-    def each_row(function):
-        def run(*arrays, **settings):
-            def one_row(row):
-                return function(*jax.tree.map(lambda x: x[None], row), **settings)
-
-            return jax.tree.map(lambda x: x[:, 0], lax.map(one_row, arrays))
-
-        return run
-
-    return Kernel(each_row(kernel.forward), each_row(kernel.backward))

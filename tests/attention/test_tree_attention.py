@@ -1,7 +1,6 @@
 """`tree_attention` over eight devices, each axis alone and together, and over rows with padding. Trees of
 every shape over the context axis alone: test_context.py."""
 
-import logging
 from functools import lru_cache, partial
 
 import jax
@@ -126,11 +125,3 @@ def test_what_cannot_be_split_names_its_key(layout, shape, key):
     with pytest.raises(ConfigError, match=key) as error:
         tree_attention(*case(3, **shape)[:5], scale=1.0, config=CONFIG, mesh=make_mesh(MeshConfig(**layout)))
     assert error.value.key == key
-
-
-def test_the_choice_is_logged_once(caplog):
-    config = AttentionConfig(block_q=8, block_k=8)
-    with caplog.at_level(logging.INFO, "jaxrl.attention"):
-        for _ in range(2):
-            jax.eval_shape(partial(tree_attention, scale=1.0, config=config, mesh=None), *case(4)[:5])
-    assert [r.message for r in caplog.records] == ["tree attention: plain JAX, blocks of 8 queries × 8 keys, on cpu"]

@@ -1,0 +1,53 @@
+"""Which implementation and which transport run where, and that it is said."""
+
+import importlib.util
+import logging
+
+import pytest
+
+from jaxrl.attention.choice import choose_kernel, choose_transport
+from jaxrl.config import AttentionConfig
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    """A choice is logged when it is first made, which another test may have done."""
+    choose_kernel.cache_clear(), choose_transport.cache_clear()
+
+
+def said(caplog, level):
+    return [r.message for r in caplog.records if r.levelno == level]
+
+
+def test_a_cpu_runs_the_reference_and_says_so_once(caplog):
+    config = AttentionConfig(block_q=8, block_k=8)
+    with caplog.at_level(logging.INFO, "jaxrl.attention"):
+        assert choose_kernel(config, "cpu", 64, "float32") is choose_kernel(config, "cpu", 64, "float32")
+    assert said(caplog, logging.INFO) == ["tree attention: plain JAX, blocks of 8 queries × 8 keys, on cpu"]
+    assert not said(caplog, logging.WARNING)
+
+
+def test_a_tpu_runs_pallas_where_it_can(caplog):
+    with caplog.at_level(logging.INFO, "jaxrl.attention"):
+        pallas = choose_kernel(AttentionConfig(), "tpu", 128, "bfloat16")
+        assert said(caplog, logging.INFO) == ["tree attention: the Pallas kernel, head size 128 in bfloat16"]
+        fallback = choose_kernel(AttentionConfig(), "tpu", 128, "float64")
+        asked_for = choose_kernel(AttentionConfig(impl="reference"), "tpu", 128, "bfloat16")
+    assert pallas.forward.__module__.startswith("pallas_kernels")
+    assert not any(k.forward.func.__module__.startswith("pallas_kernels") for k in (fallback, asked_for))
+    (warning,) = said(caplog, logging.WARNING)
+    assert "slow on a TPU, because" in warning and "float64" in warning
+
+
+@pytest.mark.skipif(importlib.util.find_spec("jax_triton") is not None, reason="jax-triton is installed: nothing is missing")
+def test_a_gpu_without_its_extra_is_told_what_to_install(caplog):
+    choose_kernel(AttentionConfig(), "gpu", 128, "bfloat16")
+    (warning,) = said(caplog, logging.WARNING)
+    assert "jax_triton is not installed: make install EXTRAS=dev,gpu" in warning
+
+
+def test_keys_travel_by_ring_on_tpus_unless_told_otherwise():
+    chosen = [
+        choose_transport(AttentionConfig(transport=t), p) for t in ("auto", "gather", "ring") for p in ("tpu", "gpu", "cpu")
+    ]
+    assert chosen == ["ring", "gather", "gather"] + ["gather"] * 3 + ["ring"] * 3
