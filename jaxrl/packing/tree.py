@@ -8,6 +8,7 @@ tree (the argument of multikey quicksort, Bentley & Sedgewick 1997), and no toke
 once it is known to be shared: O(n log n) comparisons over O(tokens) data, never n².
 """
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,20 +42,24 @@ class PrefixTree:
 
 
 def common_prefix(a: np.ndarray, b: np.ndarray, start: int) -> int:
-    """Length of the common prefix of a and b, arrays [L, ...] that agree on [0, start)."""
+    """Length of the common prefix of a and b, which agree on [0, start)."""
     limit = min(len(a), len(b))
     stretch = FIRST_STRETCH
     while start < limit:
         stop = min(start + stretch, limit)
         differs = a[start:stop] != b[start:stop]
-        if differs.ndim > 1:
-            differs = differs.reshape(stop - start, -1).any(axis=1)
         first = int(differs.argmax())
         if differs[first]:
             return start + first
         start = stop
         stretch *= STRETCH_GROWTH
     return limit
+
+
+def _common_rows(a: np.ndarray, b: np.ndarray, start: int) -> int:
+    """common_prefix of arrays [L, ...]: of their elements in a line, in whole rows."""
+    size = a[0].size
+    return common_prefix(a.ravel(), b.ravel(), start * size) // size
 
 
 def build_tree(
@@ -88,7 +93,7 @@ def _parted(members, position, ids, keys) -> tuple[list[int], list[list[int]]]:
     together: dict[object, list[int]] = {}
     for m in members:
         token = int(ids[m][position])
-        key = token if keys is None else (token, *(np.asarray(column[position]).tobytes() for column in keys[m]))
+        key = token if keys is None else (token, *(column[position].tobytes() for column in keys[m]))
         other = first.setdefault(key, m)
         if other != m:
             together.setdefault(key, [other]).append(m)
@@ -124,8 +129,8 @@ def _grow(ids, keys):
         for m in members:
             if m != pivot:
                 shared = common_prefix(ids[m], pivot_ids, depth)
-                for mine, its in zip(keys[m], keys[pivot], strict=True) if keys is not None else ():
-                    shared = min(shared, common_prefix(mine, its, depth))
+                if keys is not None:
+                    shared = min(shared, *map(_common_rows, keys[m], keys[pivot], itertools.repeat(depth)))
                 leaves_at.setdefault(shared, []).append(m)
         for cut in sorted(leaves_at):
             node = len(parent)
