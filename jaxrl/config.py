@@ -8,7 +8,7 @@ import math
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -78,7 +78,7 @@ class SamplingConfig(_Table):
     min_p: float = Field(
         default=0.0, ge=0, lt=1, description="Drop tokens below this share of the most likely one's probability."
     )
-    stop: tuple[str, ...] = Field(default=(), description="Strings that end a generation, beside the end-of-sequence token.")
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(default=(), description="Strings that end a generation, beside the end-of-sequence token.")
 
 
 class SamplerConfig(_Table):

@@ -55,6 +55,7 @@ def test_keys_of_the_command_line_go_over_the_file(toml_file):
         (["--optimizer.lr", "nan"], "optimizer.lr"),
         (["--env.args.names", '["a\\u0000"]'], "env.args.names.0"),
         (["--name", ""], "name"),
+        (["--sampling.stop", '["a", ""]'], "sampling.stop.1"),
         (["--sampler.pages", "1"], "sampler.pages"),
         (["--packing.reads", "100"], "packing.reads"),
         (["--packing.terms", "100"], "packing.terms"),
