@@ -24,12 +24,13 @@ from jaxrl.data import Group, Trajectory
 from jaxrl.metrics import JsonlTracker, Trackers, cut, make_trackers, names
 from jaxrl.packing import PackingError
 from jaxrl.pipeline import controller as c
-from jaxrl.pipeline.batch import Batch, is_informative, make_batch, oldest_version
+from jaxrl.pipeline.batch import Batch, is_informative, oldest_version
 from jaxrl.pipeline.data_order import fingerprint
 from jaxrl.pipeline.evaluate import evaluate
 from jaxrl.pipeline.follower import follow
 from jaxrl.pipeline.groups import JournalWriter, run_group
 from jaxrl.pipeline.journal import Journal, open_journal
+from jaxrl.pipeline.packer import Packer, PackerError
 from jaxrl.pipeline.rollouts import cut_rollouts, load_metrics, num_sampled, rollout_metrics, write_rollouts
 from jaxrl.pipeline.run_folder import lock, open_run
 from jaxrl.pipeline.setup import ENVIRONMENTS, Parts, build
@@ -113,6 +114,7 @@ async def _run_in(
     peers.send(Record(Action.START, -1 if saved is None else saved, detail=config.model_dump_json(exclude_none=True)))
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep, config.checkpoint.keep_best)
     journal = open_journal(folder / "journal")
+    packer = Packer(config, parts.limits)
     trainer_thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
     on_trainer = _on(trainer_thread)
     try:
@@ -148,6 +150,7 @@ async def _run_in(
                     host,
                     sampler,
                     runner,
+                    packer,
                     checkpoints,
                     journal,
                     trackers,
@@ -163,6 +166,7 @@ async def _run_in(
             await runner.close()
             await sampler.close()
     finally:
+        packer.close()
         trainer_thread.shutdown()
         journal.close()
         checkpoints.close()
@@ -205,6 +209,7 @@ class _Shell:
         host: dict[str, Any] | None,
         sampler: Sampler,
         runner: EpisodeRunner,
+        packer: Packer,
         checkpoints: Checkpoints,
         journal: Journal,
         trackers: Trackers,
@@ -217,6 +222,7 @@ class _Shell:
         self.state = state
         self.frozen = frozen  # the base under adapters, where the sampler can take it from
         self.sampler, self.runner, self.checkpoints, self.journal = sampler, runner, checkpoints, journal
+        self.packer = packer
         self.trackers, self.on_trainer, self.events = trackers, on_trainer, events
         host = host or {"controller": None, "heldout_before": None, "heldout": None, "seconds": 0.0, "dataset": None}
         self.dataset = host["dataset"] or fingerprint(parts.environment.train)
@@ -326,9 +332,9 @@ class _Shell:
         groups = [self.finished.pop(index) for index in indices]
         began = time.monotonic()
         try:
-            batch = await asyncio.to_thread(make_batch, groups, self.config, self.parts.limits, step)
-        except PackingError as error:
-            return c.TrainFailed(f"PackingError: {error}", state_intact=True)
+            batch = await self.packer.make_batch(groups, step)
+        except (PackingError, PackerError) as error:
+            return c.TrainFailed(f"{type(error).__name__}: {error}", state_intact=True)
         packed = time.monotonic()
         done = await self.on_trainer(self._optimizer_step, batch, step + 1)
         trained = time.monotonic()

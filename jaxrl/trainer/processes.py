@@ -33,9 +33,9 @@ POLL_SECONDS = 1.0
 # A process that has not written for so long is taken for dead. The thread that writes needs the interpreter for microseconds
 # only; a host that swaps or is suspended can take many seconds for that.
 SILENT_SECONDS = 60.0
-# jax.distributed aborts a process, with a stack trace of its own, when another has been silent for this long: it comes
+# jax.distributed aborts a process, with a stack trace of its own, when another has been silent for half of this: it comes
 # second, for what the watch here cannot see.
-HEARTBEAT_SECONDS = 120
+HEARTBEAT_SECONDS = 240
 GRACE_SECONDS = 30.0  # to clean up after another process is gone; a computation or save that waits for it never ends
 LEAVE_SECONDS = 10.0  # for the others to read why this process ends
 SHUTDOWN_SECONDS = 60  # between the end of the first process and that of the last
