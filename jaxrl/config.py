@@ -78,7 +78,9 @@ class SamplingConfig(_Table):
     min_p: float = Field(
         default=0.0, ge=0, lt=1, description="Drop tokens below this share of the most likely one's probability."
     )
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(default=(), description="Strings that end a generation, beside the end-of-sequence token.")
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        default=(), description="Strings that end a generation, beside the end-of-sequence token."
+    )
 
 
 class SamplerConfig(_Table):
