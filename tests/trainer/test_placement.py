@@ -1,13 +1,17 @@
 """Rows whose tokens are spread over devices still say the same: paths, reads and offsets."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
 from forest import make_config, make_forest
 
+from jaxrl.config import MeshConfig
 from jaxrl.data import PackedRows
+from jaxrl.mesh import make_mesh
 from jaxrl.packing import RowLimits, pack
-from jaxrl.trainer.placement import place_rows
+from jaxrl.trainer.placement import place_rows, put_rows
 
 CONFIG = make_config(packing={"rows": 3, "row_length": 96})
 
@@ -35,6 +39,24 @@ def test_reads_and_paths_follow_their_tokens(num_devices):
             assert (where < 0) == (state < 0)
             assert list(path(placed, r, where)) == list(path(rows, r, state))
         assert (rows.reads.state[r] >= 0).any() == (used[r] > 0)
+
+
+def test_what_follows_tokens_goes_where_they_go():
+    def follow(training):
+        at = np.arange(len(training.trajectory.ids))
+        experts = (at[:, None, None] + np.arange(6).reshape(2, 3)).astype(np.int16)
+        return replace(training, routed_experts=experts, axis_positions=(at[:, None] * [1, 2, 3]).astype(np.int32))
+
+    (rows, *_), _ = pack([follow(t) for t in make_forest()], RowLimits.from_config(CONFIG.packing), 3)
+    mesh = make_mesh(MeshConfig(data=1, context=4), jax.devices()[:4])
+    placed = put_rows(rows, mesh)
+    at = np.asarray(placed.offset) >= 0
+    positions = np.asarray(placed.positions)[at]
+    np.testing.assert_array_equal(np.asarray(placed.routed_experts)[at][:, 1, 2], positions + 5)
+    np.testing.assert_array_equal(np.asarray(placed.axis_positions)[at], positions[:, None] * [1, 2, 3])
+    for array in (placed.routed_experts, placed.axis_positions, placed.tokens):
+        assert {shard.data.shape[:2] for shard in array.addressable_shards} == {(3, 24)}
+    assert placed.reads.reference_logp.shape == (3, 0)
 
 
 def test_on_one_device_rows_stay_as_they_are():
