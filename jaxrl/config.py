@@ -282,6 +282,8 @@ def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
         yield "algorithm.normaliser_constant", f'algorithm.normaliser = "{algorithm.normaliser}"'
     if algorithm.loss == "cispo":
         yield "algorithm.clip_low", 'algorithm.loss = "cispo"'
+    if config.mesh.context == 1:
+        yield "attention.transport", "mesh.context = 1"
     if held_out == 0:
         yield from ((f"eval.{key}", "eval.num_tasks = 0") for key in ("every", "samples", "temperature", "at_start"))
         yield "env.heldout", "eval.num_tasks = 0"

@@ -66,6 +66,7 @@ def test_keys_of_the_command_line_go_over_the_file(toml_file):
         (["--algorithm.baseline", "none", "--algorithm.scale_by_std", "false"], "algorithm.scale_by_std"),
         (["--algorithm.normaliser_constant", "9"], "algorithm.normaliser_constant"),
         (["--algorithm.loss", "cispo", "--algorithm.clip_low", "0.1"], "algorithm.clip_low"),
+        (["--attention.transport", "ring"], "attention.transport"),
         (["--eval.every", "5"], "eval.every"),
         (["--env.heldout", "x.jsonl"], "env.heldout"),
     ],
