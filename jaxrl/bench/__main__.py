@@ -3,7 +3,7 @@
 import importlib
 import sys
 
-BENCHES = ("packing", "generate")
+BENCHES = ("packing", "generate", "context")
 
 
 def main(argv: list[str]) -> int:
