@@ -49,20 +49,22 @@ def check_mesh(config: Config, architecture: Architecture, mesh: Mesh) -> None:
 def place_rows(rows: PackedRows, num_devices: int) -> PlacedRows:
     """Numpy rows in the order in which `num_devices` devices share the work of each row evenly."""
     num_tokens = (rows.segments.start + rows.segments.length).max(1)
-    order = np.broadcast_to(np.arange(rows.tokens.shape[1], dtype=np.int32), rows.tokens.shape)
-    if num_devices > 1:
-        plans = [plan_row(*row, num_devices) for row in zip(rows.subtree_end, num_tokens, strict=True)]
-        order = np.stack([plan.order for plan in plans])
+    arrays = {f.name: getattr(rows, f.name) for f in fields(PackedRows)}
+    if num_devices == 1:
+        offset = np.broadcast_to(np.arange(rows.tokens.shape[1], dtype=np.int32), rows.tokens.shape)
+        return PlacedRows(**arrays, offset=np.where(offset < num_tokens[:, None], offset, -1))
+
+    plans = [plan_row(*row, num_devices) for row in zip(rows.subtree_end, num_tokens, strict=True)]
+    order = np.stack([plan.order for plan in plans])
     place = np.argsort(order, axis=1).astype(np.int32)
 
     def places_of(offset):
         return np.where(offset < 0, -1, np.take_along_axis(place, np.maximum(offset, 0), axis=1))
 
-    in_order = {f.name: getattr(rows, f.name) for f in fields(PackedRows)}
-    in_order |= {"predecessor": places_of(rows.predecessor), "reads": replace(rows.reads, state=places_of(rows.reads.state))}
+    arrays |= {"predecessor": places_of(rows.predecessor), "reads": replace(rows.reads, state=places_of(rows.reads.state))}
     row = np.arange(len(order))[:, None]
-    tokens = {name: x[row, order] for name, x in in_order.items() if name in _TOKEN_ARRAYS}
-    return PlacedRows(**in_order | tokens, offset=np.where(order < num_tokens[:, None], order, -1))
+    arrays |= {name: x[row, order] for name, x in arrays.items() if name in _TOKEN_ARRAYS}
+    return PlacedRows(**arrays, offset=np.where(order < num_tokens[:, None], order, -1))
 
 
 def put_rows(rows: PackedRows, mesh: Mesh) -> PlacedRows:
