@@ -1,30 +1,30 @@
-"""Attention over prefix trees on NVIDIA Hopper GPUs: Pallas Mosaic GPU kernels, forward and backward.
+"""Tree attention on NVIDIA Hopper GPUs: Pallas Mosaic GPU kernels, forward and backward, deterministic, without atomics.
 
-Key j is visible to query i iff k_offset[j] <= q_offset[i] < subtree_end[j]. Covers bf16 and fp16 with heads of 64
-and 128 and any number of query heads a key head.
+Key j is visible to query i iff ``k_offset[j] <= q_offset[i] < subtree_end[j]``. bfloat16 and float16, heads of 64 and 128, any
+number of query heads a key head; no window: the Triton kernels cover the rest, and share the block lists.
 """
 
 import dataclasses
-import functools
 import math
 
 import jax
 import jax.numpy as jnp
 
-from .tree_attention_hopper_backward import BackwardTiles, backward_kv, backward_q
-from .tree_attention_hopper_blocks import block_kinds, block_lists
-from .tree_attention_hopper_forward import ForwardTiles, forward
-from .tree_attention_hopper_fused import backward_fused
+from pallas_kernels.tree_attention_hopper_backward import BackwardTiles, backward_kv, backward_q
+from pallas_kernels.tree_attention_hopper_forward import ForwardTiles, forward_kernel
+from triton_kernels.block_lists import block_lists
+
+DTYPES = ("bfloat16", "float16")
+HEAD_DIMS = (64, 128)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Tile shapes of the three kernels."""
+    """Tile shapes of the three kernels; the defaults measured fastest on an H200."""
 
     forward: ForwardTiles = ForwardTiles()
-    q: BackwardTiles = BackwardTiles(other=128)
-    kv: BackwardTiles = BackwardTiles(stages=3)
-    fused: BackwardTiles | None = None
+    q: BackwardTiles = BackwardTiles(stages=4)
+    kv: BackwardTiles = BackwardTiles(stages=2)
 
     @property
     def multiple_q(self) -> int:
@@ -37,89 +37,88 @@ class Tiles:
         return math.lcm(self.forward.block_k, self.q.other, self.kv.tile)
 
 
-def tree_attention_hopper(
+def refusal(head_dim: int, dtype: jnp.dtype, window: int | None) -> str | None:
+    """Why there is no kernel for these arrays; None if there is one."""
+    if window is not None:
+        return "the Hopper kernels have no window"
+    if jnp.dtype(dtype).name in DTYPES and head_dim in HEAD_DIMS:
+        return None
+    return f"the Hopper kernels take {', '.join(DTYPES)} and head sizes {HEAD_DIMS}, not {jnp.dtype(dtype).name} and {head_dim}"
+
+
+def forward(
+    q: jax.Array,  # [R, Tq, H, D]
+    k: jax.Array,  # [R, Tk, Hkv, D]
+    v: jax.Array,  # [R, Tk, Hkv, D]
+    q_offset: jax.Array,  # [R, Tq] int32; negative: invalid
+    k_offset: jax.Array,  # [R, Tk] int32
+    subtree_end: jax.Array,  # [R, Tk] int32, exclusive; at most k_offset: invalid
+    q_position: jax.Array | None,  # unread, as all without a window
+    k_position: jax.Array | None,
+    *,
+    scale: float,
+    window: int | None,
+    tiles: Tiles = Tiles(),
+) -> tuple[jax.Array, jax.Array]:
+    """(output [R, Tq, H, D] in q's dtype, natural log-sum-exp [R, Tq, H] float32). What invalid tokens hold, NaN included,
+    reaches nothing; a query that sees nothing gets 0 and -inf. Raises ValueError for what has no kernel."""
+    q, k, v, *tokens = _prepared(q, k, v, q_offset, k_offset, subtree_end, scale, window, tiles)
+    lists, _ = block_lists(*tokens, None, None, None, tiles.forward.tile_q, tiles.forward.block_k)
+    out, lse = forward_kernel(q, k, v, *tokens, lists, scale=scale, tiles=tiles.forward)
+    num_queries = q_offset.shape[1]
+    return out[:, :num_queries], lse.transpose(0, 2, 1)[:, :num_queries]
+
+
+def backward(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     q_offset: jax.Array,
     k_offset: jax.Array,
     subtree_end: jax.Array,
-    q_position: jax.Array | None = None,
-    k_position: jax.Array | None = None,
+    q_position: jax.Array | None,
+    k_position: jax.Array | None,
+    out: jax.Array,  # [R, Tq, H, D], over all keys the queries see, of which these may be a part
+    lse: jax.Array,  # [R, Tq, H], likewise
+    d_out: jax.Array,
+    d_lse: jax.Array,
     *,
     scale: float,
-    window: int | None = None,
+    window: int | None,
     tiles: Tiles = Tiles(),
-) -> tuple[jax.Array, jax.Array]:
-    """Attention output [R, Tq, H, D] in the dtype of q and natural log-sum-exp [R, Tq, H] fp32.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(dq, dk, dv) in the dtypes of q, k, v: these keys' share of dq, and their own gradients."""
+    num_queries, num_keys = q.shape[1], k.shape[1]
+    q, k, v, *tokens = _prepared(q, k, v, q_offset, k_offset, subtree_end, scale, window, tiles)
+    seen = lse > -jnp.inf
+    d_out = jnp.where(seen[..., None], d_out, 0).astype(q.dtype)
+    delta = jnp.einsum("rqhd,rqhd->rqh", d_out, out, preferred_element_type=jnp.float32) - d_lse
+    # What the products of a tile start from, so that the kernels subtract nothing.
+    starts = (jnp.where(seen, x, 0).transpose(0, 2, 1) for x in (lse / -scale, -delta))
+    starts = (_padded(x, tiles.multiple_q, 0, axis=2) for x in starts)
+    given = (q, k, v, _padded(d_out, tiles.multiple_q, 0), *starts, *tokens)
+    _, lists = block_lists(*tokens, None, None, None, tiles.kv.other, tiles.kv.tile)
+    dk, dv = backward_kv(*given, lists, scale=scale, tiles=tiles.kv)
+    lists, _ = block_lists(*tokens, None, None, None, tiles.q.tile, tiles.q.other)
+    dq = backward_q(*given, lists, scale=scale, tiles=tiles.q)
+    return dq[:, :num_queries], dk[:, :num_keys], dv[:, :num_keys]
 
-    q [R, Tq, H, D], k and v [R, Tk, Hkv, D], offsets and ends [R, T] int32. A negative q_offset marks a query as
-    padding, subtree_end <= k_offset a key; what such tokens hold (NaN too) reaches no other token. A query that sees
-    nothing gets 0 and -inf. Differentiable in q, k and v, through both results. Raises ValueError for a window,
-    another head size or dtype, and a scale that is not positive.
-    """
-    if window is not None:
-        raise ValueError(f"window={window}: the Hopper kernel has no sliding window; use the Triton kernel")
-    if q.dtype not in (jnp.bfloat16, jnp.float16) or k.dtype != q.dtype or v.dtype != q.dtype:
-        raise ValueError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}: the Hopper kernel needs all bfloat16 or all float16")
-    if q.shape[3] not in (64, 128) or q.shape[2] % k.shape[2] or k.shape != v.shape:
-        raise ValueError(f"q {q.shape}, k {k.shape}, v {v.shape}: the Hopper kernel needs heads of 64 or 128 in whole groups")
+
+def _prepared(q, k, v, q_offset, k_offset, subtree_end, scale, window, tiles) -> tuple[jax.Array, ...]:
+    """The arrays in whole tiles, with zeros in what is invalid."""
+    if (problem := refusal(q.shape[3], q.dtype, window)) is not None:
+        raise ValueError(problem)
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(f"{q.shape[2]} query heads are not a multiple of {k.shape[2]} KV heads")
     if scale <= 0:
-        raise ValueError(f"scale={scale}: must be positive")
-    num_queries = q.shape[1]
+        raise ValueError(f"the Hopper kernels need a positive scale, not {scale}")
+    q = _padded(jnp.where((q_offset >= 0)[..., None, None], q, 0), tiles.multiple_q, 0)
+    valid = (k_offset < subtree_end)[..., None, None]
+    k, v = (_padded(jnp.where(valid, x, 0), tiles.multiple_k, 0) for x in (k, v))
     q_offset = _padded(q_offset, tiles.multiple_q, -1)
-    k_offset, subtree_end = _padded(k_offset, tiles.multiple_k, 0), _padded(subtree_end, tiles.multiple_k, 0)
-    q = _padded(_zeroed(q, q_offset[:, :num_queries] >= 0), tiles.multiple_q, 0)
-    real = (subtree_end > k_offset)[:, : k.shape[1]]
-    k, v = (_padded(_zeroed(x, real), tiles.multiple_k, 0) for x in (k, v))
-    out, lse = _attention(scale, tiles, q, k, v, q_offset, k_offset, subtree_end)
-    return out[:, :num_queries], lse.transpose(0, 2, 1)[:, :num_queries]
+    return q, k, v, q_offset, *(_padded(x, tiles.multiple_k, 0) for x in (k_offset, subtree_end))
 
 
-def _padded(x: jax.Array, multiple: int, value: int) -> jax.Array:
-    missing = -x.shape[1] % multiple
-    if not missing:
-        return x
-    return jnp.pad(x, [(0, missing if axis == 1 else 0) for axis in range(x.ndim)], constant_values=value)
-
-
-def _zeroed(x: jax.Array, keep: jax.Array) -> jax.Array:
-    return jnp.where(keep[:, :, None, None], x, 0)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attention(scale, tiles, q, k, v, q_offset, k_offset, subtree_end):
-    kinds = block_kinds(q_offset, k_offset, subtree_end, tiles.forward.tile_q, tiles.forward.block_k)
-    return forward(
-        q, k, v, q_offset, k_offset, subtree_end, block_lists(*kinds), scale=scale, tiles=tiles.forward
-    )  # fmt: skip
-
-
-def _attention_fwd(scale, tiles, q, k, v, q_offset, k_offset, subtree_end):
-    out, lse = _attention(scale, tiles, q, k, v, q_offset, k_offset, subtree_end)
-    return (out, lse), (q, k, v, q_offset, k_offset, subtree_end, out, lse)
-
-
-def _attention_bwd(scale, tiles, residuals, gradients):
-    q, k, v, q_offset, k_offset, subtree_end, out, lse = residuals
-    d_out, d_lse = gradients
-    d_out = _zeroed(d_out, q_offset >= 0).astype(q.dtype)
-    sees = jnp.isfinite(lse)
-    delta = jnp.einsum("rqhd,rqhd->rhq", d_out, out, preferred_element_type=jnp.float32)
-    tensors = (
-        q, k, v, d_out, jnp.where(sees, lse / -scale, 0.0), jnp.where(sees, d_lse - delta, 0.0),
-        q_offset, k_offset, subtree_end,
-    )  # fmt: skip
-    kv_tiles = tiles.fused or tiles.kv
-    full, partial = block_kinds(q_offset, k_offset, subtree_end, kv_tiles.other, kv_tiles.tile)
-    lists = block_lists(full.transpose(0, 2, 1), partial.transpose(0, 2, 1))
-    if tiles.fused is not None:
-        dq, dk, dv = backward_fused(*tensors, lists, scale=scale, tiles=tiles.fused)
-        return dq, dk, dv, None, None, None
-    dk, dv = backward_kv(*tensors, lists, scale=scale, tiles=tiles.kv)
-    kinds = block_kinds(q_offset, k_offset, subtree_end, tiles.q.tile, tiles.q.other)
-    dq = backward_q(*tensors, block_lists(*kinds), scale=scale, tiles=tiles.q)
-    return dq, dk, dv, None, None, None
-
-
-_attention.defvjp(_attention_fwd, _attention_bwd)
+def _padded(x: jax.Array, multiple: int, value: int, axis: int = 1) -> jax.Array:
+    missing = -x.shape[axis] % multiple
+    return jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)], constant_values=value) if missing else x

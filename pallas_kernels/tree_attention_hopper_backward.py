@@ -13,30 +13,33 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from . import tree_attention_hopper_tiles as tile_ops
-from .tree_attention_hopper_blocks import BlockLists
-from .tree_attention_hopper_tiles import COLUMNS, LOG2E, ROWS, along_columns, along_rows, swizzled
+from pallas_kernels import tree_attention_hopper_tiles as tile_ops
+from pallas_kernels.tree_attention_hopper_tiles import (
+    COLUMNS,
+    CONSUMER_REGISTERS,
+    LOG2E,
+    PRODUCER_REGISTERS,
+    ROWS,
+    WARPGROUPS,
+    along_columns,
+    along_rows,
+    swizzled,
+)
+from triton_kernels.block_lists import BlockLists
 
 
 @dataclasses.dataclass(frozen=True)
 class BackwardTiles:
-    """Rows a consumer warpgroup owns, rows of the other side a step, ring slots and consumer warpgroups."""
+    """Rows a consumer warpgroup owns, rows of the other side a step, ring slots."""
 
     own: int = 64
     other: int = 64
     stages: int = 2
-    warpgroups: int = 2
-    auto_barriers: bool = False
 
     @property
     def tile(self) -> int:
         """Rows a thread block owns."""
-        return self.own * self.warpgroups
-
-    @property
-    def registers(self) -> int:
-        """Registers a thread of a consumer warpgroup."""
-        return {1: 240, 2: 232, 3: 160}[self.warpgroups]
+        return self.own * WARPGROUPS
 
 
 def backward_q(
@@ -62,11 +65,11 @@ def backward_q(
     rows, num_queries, heads, dim = q.shape
     group = heads // k.shape[2]
     tiles_per_row = num_queries // tiles.tile
-    own, other, stages, warpgroups = tiles.own, tiles.other, tiles.stages, tiles.warpgroups
+    own, other, stages = tiles.own, tiles.other, tiles.stages
     dtype = q.dtype
 
     def body(
-        order_ref, num_full_ref, num_visits_ref, visits_ref, q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref,
+        visits_ref, num_full_ref, num_visits_ref, order_ref, q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref,
         q_offset_ref, k_offset_ref, end_ref, dq_ref,
         q_smem, do_smem, lse_smem, delta_smem, q_offset_smem, k_smem, v_smem, k_offset_smem, end_smem,
         q_ready, k_ready, v_ready, mask_ready, k_free, v_free,
@@ -77,9 +80,9 @@ def backward_q(
         row = lax.div(tile, jnp.int32(tiles_per_row))
         num_full, num_visits = num_full_ref[tile], num_visits_ref[tile]
 
-        @pl.when(warpgroup < warpgroups)
+        @pl.when(warpgroup < WARPGROUPS)
         def _consume():
-            plgpu.set_max_registers(tiles.registers, action="increase")
+            plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
             first_query = lax.rem(tile, jnp.int32(tiles_per_row)) * tiles.tile + warpgroup * own
             queries = pl.ds(first_query, own)
             ready = q_ready.at[warpgroup]
@@ -127,9 +130,9 @@ def backward_q(
             plgpu.copy_smem_to_gmem(q_smem.at[warpgroup], dq_ref.at[row, queries, head])
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(warpgroup == warpgroups)
+        @pl.when(warpgroup == WARPGROUPS)
         def _produce():
-            plgpu.set_max_registers(40 if warpgroups == 2 else 32, action="decrease")
+            plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
             kv_head = lax.div(head, jnp.int32(group))
 
             @pl.loop(0, num_visits + stages)  # the last rounds wait until every slot was read
@@ -157,27 +160,27 @@ def backward_q(
         body,
         out_type=jax.ShapeDtypeStruct(q.shape, dtype),
         scratch_types=(
-            swizzled((warpgroups, own, dim), dtype),
-            swizzled((warpgroups, own, dim), dtype),
-            plgpu.SMEM((warpgroups, own), jnp.float32),
-            plgpu.SMEM((warpgroups, own), jnp.float32),
-            plgpu.SMEM((warpgroups, own), jnp.int32),
+            swizzled((WARPGROUPS, own, dim), dtype),
+            swizzled((WARPGROUPS, own, dim), dtype),
+            plgpu.SMEM((WARPGROUPS, own), jnp.float32),
+            plgpu.SMEM((WARPGROUPS, own), jnp.float32),
+            plgpu.SMEM((WARPGROUPS, own), jnp.int32),
             swizzled((stages, other, dim), dtype),
             swizzled((stages, other, dim), dtype),
             plgpu.SMEM((stages, other), jnp.int32),
             plgpu.SMEM((stages, other), jnp.int32),
-            plgpu.Barrier(num_arrivals=5, num_barriers=warpgroups),
+            plgpu.Barrier(num_arrivals=5, num_barriers=WARPGROUPS),
             plgpu.Barrier(num_barriers=stages),
             plgpu.Barrier(num_barriers=stages),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
         ),
         grid=(rows * tiles_per_row, heads),
         grid_names=("tile", "head"),
-        num_threads=warpgroups + 1,
+        num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=not tiles.auto_barriers),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         kernel_name="tree_attention_backward_q",
     )
     return kernel(*lists, q, k, v, d_out, lse, delta, q_offset, k_offset, subtree_end)
@@ -205,11 +208,11 @@ def backward_kv(
     rows, num_keys, kv_heads, dim = k.shape
     group = q.shape[2] // kv_heads
     tiles_per_row = num_keys // tiles.tile
-    own, other, stages, warpgroups = tiles.own, tiles.other, tiles.stages, tiles.warpgroups
+    own, other, stages = tiles.own, tiles.other, tiles.stages
     dtype = q.dtype
 
     def body(
-        order_ref, num_full_ref, num_visits_ref, visits_ref, q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref,
+        visits_ref, num_full_ref, num_visits_ref, order_ref, q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref,
         q_offset_ref, k_offset_ref, end_ref, dk_ref, dv_ref,
         k_smem, v_smem, k_offset_smem, end_smem, q_smem, do_smem, lse_smem, delta_smem, q_offset_smem,
         k_ready, q_ready, do_ready, mask_ready, free,
@@ -220,9 +223,9 @@ def backward_kv(
         row = lax.div(tile, jnp.int32(tiles_per_row))
         num_full, num_steps = num_full_ref[tile] * group, num_visits_ref[tile] * group
 
-        @pl.when(warpgroup < warpgroups)
+        @pl.when(warpgroup < WARPGROUPS)
         def _consume():
-            plgpu.set_max_registers(tiles.registers, action="increase")
+            plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
             keys = (row, pl.ds(lax.rem(tile, jnp.int32(tiles_per_row)) * tiles.tile + warpgroup * own, own))
             ready = k_ready.at[warpgroup]
             plgpu.copy_gmem_to_smem(k_ref.at[(*keys, kv_head)], k_smem.at[warpgroup], ready)
@@ -271,9 +274,9 @@ def backward_kv(
             plgpu.copy_smem_to_gmem(v_smem.at[warpgroup], dv_ref.at[(*keys, kv_head)])
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(warpgroup == warpgroups)
+        @pl.when(warpgroup == WARPGROUPS)
         def _produce():
-            plgpu.set_max_registers(40 if warpgroups == 2 else 32, action="decrease")
+            plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
 
             @pl.loop(0, num_steps + stages)  # the last rounds wait until every slot was read
             def _(step):
@@ -302,26 +305,26 @@ def backward_kv(
         body,
         out_type=(jax.ShapeDtypeStruct(k.shape, dtype), jax.ShapeDtypeStruct(v.shape, dtype)),
         scratch_types=(
-            swizzled((warpgroups, own, dim), dtype),
-            swizzled((warpgroups, own, dim), dtype),
-            plgpu.SMEM((warpgroups, own), jnp.int32),
-            plgpu.SMEM((warpgroups, own), jnp.int32),
+            swizzled((WARPGROUPS, own, dim), dtype),
+            swizzled((WARPGROUPS, own, dim), dtype),
+            plgpu.SMEM((WARPGROUPS, own), jnp.int32),
+            plgpu.SMEM((WARPGROUPS, own), jnp.int32),
             swizzled((stages, other, dim), dtype),
             swizzled((stages, other, dim), dtype),
             plgpu.SMEM((stages, other), jnp.float32),
             plgpu.SMEM((stages, other), jnp.float32),
             plgpu.SMEM((stages, other), jnp.int32),
-            plgpu.Barrier(num_arrivals=4, num_barriers=warpgroups),
+            plgpu.Barrier(num_arrivals=4, num_barriers=WARPGROUPS),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             plgpu.Barrier(num_barriers=stages),
-            plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
         ),
         grid=(rows * tiles_per_row, kv_heads),
         grid_names=("tile", "head"),
-        num_threads=warpgroups + 1,
+        num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=not tiles.auto_barriers),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         kernel_name="tree_attention_backward_kv",
     )
     return kernel(*lists, q, k, v, d_out, lse, delta, q_offset, k_offset, subtree_end)

@@ -1,6 +1,6 @@
 """Forward pass of tree attention on Hopper: online softmax over the key blocks that a block of queries can see.
 
-One thread block owns the queries of one head: `warpgroups` consumer warpgroups hold `block_q` of them each, and one
+One thread block owns the queries of one head: two consumer warpgroups hold `block_q` of them each, and one
 producer warpgroup streams the listed key and value blocks through a ring in shared memory (TMA). The consumers
 take turns on the tensor cores: while one multiplies, the other exponentiates. FlashAttention-3 (arXiv:2407.08608)
 describes the schedule.
@@ -14,30 +14,38 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from . import tree_attention_hopper_tiles as tile_ops
-from .tree_attention_hopper_blocks import BlockLists
-from .tree_attention_hopper_tiles import COLUMNS, LOG2E, ROWS, along_columns, along_rows, swizzled
+from pallas_kernels import tree_attention_hopper_tiles as tile_ops
+from pallas_kernels.tree_attention_hopper_tiles import (
+    COLUMNS,
+    CONSUMER_REGISTERS,
+    LOG2E,
+    PRODUCER_REGISTERS,
+    ROWS,
+    WARPGROUPS,
+    along_columns,
+    along_rows,
+    swizzled,
+)
+from triton_kernels.block_lists import BlockLists
 
 LOWEST = -1e30  # running maximum before the first key: finite, so that differences of maxima are never NaN
 
 
 @dataclasses.dataclass(frozen=True)
 class ForwardTiles:
-    """Queries a warpgroup, keys a step, slots of the key/value ring, consumer warpgroups."""
+    """Queries a warpgroup, keys a step, slots of the key/value ring."""
 
     block_q: int = 64
     block_k: int = 128
     stages: int = 2
-    warpgroups: int = 2
-    auto_barriers: bool = False
 
     @property
     def tile_q(self) -> int:
         """Queries a thread block."""
-        return self.block_q * self.warpgroups
+        return self.block_q * WARPGROUPS
 
 
-def forward(
+def forward_kernel(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -58,11 +66,11 @@ def forward(
     rows, num_queries, heads, dim = q.shape
     group = heads // k.shape[2]
     tiles_per_row = num_queries // tiles.tile_q
-    block_q, block_k, stages, warpgroups = tiles.block_q, tiles.block_k, tiles.stages, tiles.warpgroups
+    block_q, block_k, stages = tiles.block_q, tiles.block_k, tiles.stages
     dtype = q.dtype
 
     def body(
-        order_ref, num_full_ref, num_visits_ref, visits_ref, q_ref, k_ref, v_ref, q_offset_ref, k_offset_ref, end_ref,
+        visits_ref, num_full_ref, num_visits_ref, order_ref, q_ref, k_ref, v_ref, q_offset_ref, k_offset_ref, end_ref,
         out_ref, lse_ref, q_smem, k_smem, v_smem, q_offset_smem, k_offset_smem, end_smem, lse_smem,
         q_ready, k_ready, v_ready, mask_ready, k_free, v_free, turn,
     ):  # fmt: skip
@@ -76,9 +84,9 @@ def forward(
             plgpu.barrier_arrive(turn)
             plgpu.barrier_wait(turn)
 
-        @pl.when(warpgroup < warpgroups)
+        @pl.when(warpgroup < WARPGROUPS)
         def _consume():
-            plgpu.set_max_registers(232 if warpgroups == 2 else 160, action="increase")
+            plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
             first_query = lax.rem(tile, jnp.int32(tiles_per_row)) * tiles.tile_q + warpgroup * block_q
             queries = (row, pl.ds(first_query, block_q))
             plgpu.copy_gmem_to_smem(q_ref.at[(*queries, head)], q_smem.at[warpgroup], q_ready.at[warpgroup])
@@ -141,9 +149,9 @@ def forward(
             plgpu.copy_smem_to_gmem(lse_smem.at[warpgroup], lse_ref.at[row, head, pl.ds(first_query, block_q)])
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(warpgroup == warpgroups)
+        @pl.when(warpgroup == WARPGROUPS)
         def _produce():
-            plgpu.set_max_registers(40 if warpgroups == 2 else 32, action="decrease")
+            plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
             kv_head = lax.div(head, jnp.int32(group))
 
             @pl.loop(0, num_visits + stages)  # the last rounds wait until every slot was read
@@ -180,26 +188,26 @@ def forward(
             jax.ShapeDtypeStruct((rows, heads, num_queries), jnp.float32),
         ),
         scratch_types=(
-            swizzled((warpgroups, block_q, dim), dtype),
+            swizzled((WARPGROUPS, block_q, dim), dtype),
             swizzled((stages, block_k, dim), dtype),
             swizzled((stages, block_k, dim), dtype),
-            plgpu.SMEM((warpgroups, block_q), jnp.int32),
+            plgpu.SMEM((WARPGROUPS, block_q), jnp.int32),
             plgpu.SMEM((stages, block_k), jnp.int32),
             plgpu.SMEM((stages, block_k), jnp.int32),
-            plgpu.SMEM((warpgroups, block_q), jnp.float32),
-            plgpu.Barrier(num_arrivals=2, num_barriers=warpgroups),
+            plgpu.SMEM((WARPGROUPS, block_q), jnp.float32),
+            plgpu.Barrier(num_arrivals=2, num_barriers=WARPGROUPS),
             plgpu.Barrier(num_barriers=stages),
             plgpu.Barrier(num_barriers=stages),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=warpgroups),
+            plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=WARPGROUPS),
         ),
         grid=(rows * tiles_per_row, heads),  # the last axis varies fastest: heads that share keys run together
         grid_names=("tile", "head"),
-        num_threads=warpgroups + 1,
+        num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=not tiles.auto_barriers),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         kernel_name="tree_attention_forward",
     )
     return kernel(*lists, q, k, v, q_offset, k_offset, subtree_end)

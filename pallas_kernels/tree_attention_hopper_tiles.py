@@ -10,6 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 
 LOG2E = math.log2(math.e)
+WARPGROUPS = 2  # that multiply; one more streams tiles in
+# A thread's registers, moved from the producer to the consumers: together at most 65,536, or the increase waits for ever.
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
 MATRIX = plgpu.Layout.WGMMA  # registers of a matmul result, spread over a warpgroup
 ROWS = MATRIX.reduce(1)  # one value for each of its rows
 COLUMNS = MATRIX.reduce(0)  # one value for each of its columns
