@@ -52,7 +52,9 @@ def initialize(environ: Mapping[str, str] = os.environ) -> None:
     """Joins the other processes of the run, before the first use of a device. Does nothing where there is one process.
 
     JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID say how many there are; without
-    them jax recognises TPU slices, SLURM, Open MPI and indexed Kubernetes jobs. Raises ProcessError naming the variable.
+    them jax recognises TPU slices, SLURM, Open MPI and indexed Kubernetes jobs; under SLURM and Open MPI it gives a process
+    one device, unless JAX_LOCAL_DEVICE_IDS names more. Raises ProcessError naming the variable; jax aborts a process that
+    does not find process 0 within five minutes.
     """
     times = {"heartbeat_timeout_seconds": HEARTBEAT_SECONDS, "shutdown_timeout_seconds": SHUTDOWN_SECONDS}
     given = _given(environ)
