@@ -37,10 +37,8 @@ class Tiles:
         return math.lcm(self.forward.block_k, self.q.other, self.kv.tile)
 
 
-def refusal(head_dim: int, dtype: jnp.dtype, window: int | None) -> str | None:
+def refusal(head_dim: int, dtype: jnp.dtype) -> str | None:
     """Why there is no kernel for these arrays; None if there is one."""
-    if window is not None:
-        return "the Hopper kernels have no window"
     if jnp.dtype(dtype).name in DTYPES and head_dim in HEAD_DIMS:
         return None
     return f"the Hopper kernels take {', '.join(DTYPES)} and head sizes {HEAD_DIMS}, not {jnp.dtype(dtype).name} and {head_dim}"
@@ -106,8 +104,10 @@ def backward(
 
 def _prepared(q, k, v, q_offset, k_offset, subtree_end, scale, window, tiles) -> tuple[jax.Array, ...]:
     """The arrays in whole tiles, with zeros in what is invalid."""
-    if (problem := refusal(q.shape[3], q.dtype, window)) is not None:
+    if (problem := refusal(q.shape[3], q.dtype)) is not None:
         raise ValueError(problem)
+    if window is not None:
+        raise ValueError("the Hopper kernels have no window: the Triton kernels do")
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"{q.shape[2]} query heads are not a multiple of {k.shape[2]} KV heads")
     if scale <= 0:

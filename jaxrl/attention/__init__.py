@@ -43,8 +43,9 @@ def tree_attention(
         positions = None
     elif positions is None:
         raise ValueError("a window is counted in logical positions: give `positions`")
-    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-    kernel = choose_kernel(config, platform, q.shape[-1], q.dtype.name)
+    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    platform, capability = device.platform, device.compute_capability if device.platform == "gpu" else None
+    kernel = choose_kernel(config, platform, capability, q.shape[-1], q.dtype.name, window is not None)
     is_token = offset >= 0
     subtree_end = jnp.where(is_token, subtree_end, -1)
     if mesh is None or mesh.size == 1:

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import logging
 from functools import lru_cache
+from typing import NamedTuple
 
 import jax
 from jax import lax
@@ -22,32 +23,49 @@ log = logging.getLogger(__name__)
 # accelerator runs the blocks one after another, so one block must fill it.
 _CPU_BLOCK, _ACCELERATOR_BLOCK = 128, 512
 
-# By platform: the package the kernels are written with, what installs it, the module and what it is called.
-_KERNELS = {
-    "gpu": ("jax_triton", "gpu", "triton_kernels.tree_attention", "Triton"),
-    "tpu": ("jax", "tpu", "pallas_kernels.tree_attention_tpu", "Pallas"),
+
+class _Candidate(NamedTuple):
+    name: str
+    module: str
+    needs: str  # the package its kernels are written with
+    extra: str  # what installs that
+    has_window: bool = True
+    capability: str | None = None  # of the only GPUs it is for
+
+
+# By platform, the fastest first.
+_CANDIDATES = {
+    "gpu": (
+        _Candidate("Hopper", "pallas_kernels.tree_attention_hopper", "jax", "gpu", has_window=False, capability="9.0"),
+        _Candidate("Triton", "triton_kernels.tree_attention", "jax_triton", "gpu"),
+    ),
+    "tpu": (_Candidate("Pallas", "pallas_kernels.tree_attention_tpu", "jax", "tpu"),),
 }
 
 
 @lru_cache
-def choose_kernel(config: AttentionConfig, platform: str, head_dim: int, dtype: str) -> Kernel:
-    """The implementation for arrays of this head size and dtype on a platform, as jax names it."""
-    refusal = None
-    if config.impl == "auto" and platform in _KERNELS:
-        needs, extra, module, name = _KERNELS[platform]
-        if importlib.util.find_spec(needs) is None:
-            refusal = f"{needs} is not installed: make install EXTRAS=dev,{extra}"
-        else:
-            kernels = importlib.import_module(module)
-            refusal = kernels.refusal(head_dim, dtype)
-        if refusal is None:
-            log.info("tree attention: the %s kernel, head size %d in %s", name, head_dim, dtype)
+def choose_kernel(
+    config: AttentionConfig, platform: str, capability: str | None, head_dim: int, dtype: str, has_window: bool
+) -> Kernel:
+    """The implementation for arrays of this head size and dtype on a platform, as jax names it; capability is a GPU's
+    compute capability."""
+    refusals = []
+    for candidate in _CANDIDATES.get(platform, ()) if config.impl == "auto" else ():
+        if candidate.capability not in (None, capability) or (has_window and not candidate.has_window):
+            continue
+        if importlib.util.find_spec(candidate.needs) is None:
+            refusals.append(f"{candidate.needs} is not installed: make install EXTRAS=dev,{candidate.extra}")
+            continue
+        kernels = importlib.import_module(candidate.module)
+        if (refusal := kernels.refusal(head_dim, dtype)) is None:
+            log.info("tree attention: the %s kernel, head size %d in %s", candidate.name, head_dim, dtype)
             return Kernel(kernels.forward, kernels.backward)
+        refusals.append(refusal)
     cpu = platform == "cpu"
     default = _CPU_BLOCK if cpu else _ACCELERATOR_BLOCK
     block_q, block_k = config.block_q or default, config.block_k or default
-    if refusal is not None:
-        log.warning("tree attention: plain JAX, which is slow on a %s, because %s", platform.upper(), refusal)
+    if refusals:
+        log.warning("tree attention: plain JAX, which is slow on a %s, because %s", platform.upper(), "; ".join(refusals))
     log.info("tree attention: plain JAX, blocks of %d queries × %d keys, on %s", block_q, block_k, platform)
     kernel = blockwise(block_q, block_k)
     return _row_by_row(kernel) if cpu else kernel

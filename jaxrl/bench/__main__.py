@@ -3,7 +3,7 @@
 import importlib
 import sys
 
-BENCHES = ("packing", "generate", "context")
+BENCHES = ("packing", "generate", "context", "tree-attention", "train-step")
 
 
 def main(argv: list[str]) -> int:
@@ -11,7 +11,7 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] not in BENCHES:
         print(f"usage: python -m jaxrl.bench NAME [options], NAME one of: {', '.join(BENCHES)}", file=sys.stderr)
         return 2
-    importlib.import_module(f"jaxrl.bench.{argv[0]}").main(argv[1:])
+    importlib.import_module(f"jaxrl.bench.{argv[0].replace('-', '_')}").main(argv[1:])
     return 0
 
 

@@ -58,7 +58,9 @@ def main(argv: list[str]) -> None:
     options = parser.parse_args(argv)
     tokens, (heads, kv_heads), size = options.tokens, options.heads, options.head_dim
 
-    kernel = choose_kernel(AttentionConfig(), jax.default_backend(), size, options.dtype)
+    device = jax.devices()[0]
+    capability = device.compute_capability if device.platform == "gpu" else None
+    kernel = choose_kernel(AttentionConfig(), device.platform, capability, size, options.dtype, False)
     attend = differentiable(kernel, scale=size**-0.5, window=None)
 
     @jax.jit

@@ -22,17 +22,19 @@ def said(caplog, level):
 def test_a_cpu_runs_the_reference_and_says_so_once(caplog):
     config = AttentionConfig(block_q=8, block_k=8)
     with caplog.at_level(logging.INFO, "jaxrl.attention"):
-        assert choose_kernel(config, "cpu", 64, "float32") is choose_kernel(config, "cpu", 64, "float32")
+        assert choose_kernel(config, "cpu", None, 64, "float32", False) is choose_kernel(
+            config, "cpu", None, 64, "float32", False
+        )
     assert said(caplog, logging.INFO) == ["tree attention: plain JAX, blocks of 8 queries × 8 keys, on cpu"]
     assert not said(caplog, logging.WARNING)
 
 
 def test_a_tpu_runs_pallas_where_it_can(caplog):
     with caplog.at_level(logging.INFO, "jaxrl.attention"):
-        pallas = choose_kernel(AttentionConfig(), "tpu", 128, "bfloat16")
+        pallas = choose_kernel(AttentionConfig(), "tpu", None, 128, "bfloat16", False)
         assert said(caplog, logging.INFO) == ["tree attention: the Pallas kernel, head size 128 in bfloat16"]
-        fallback = choose_kernel(AttentionConfig(), "tpu", 128, "float64")
-        asked_for = choose_kernel(AttentionConfig(impl="reference"), "tpu", 128, "bfloat16")
+        fallback = choose_kernel(AttentionConfig(), "tpu", None, 128, "float64", False)
+        asked_for = choose_kernel(AttentionConfig(impl="reference"), "tpu", None, 128, "bfloat16", False)
     assert pallas.forward.__module__.startswith("pallas_kernels")
     assert not any(k.forward.func.__module__.startswith("pallas_kernels") for k in (fallback, asked_for))
     (warning,) = said(caplog, logging.WARNING)
@@ -41,9 +43,18 @@ def test_a_tpu_runs_pallas_where_it_can(caplog):
 
 @pytest.mark.skipif(importlib.util.find_spec("jax_triton") is not None, reason="jax-triton is installed: nothing is missing")
 def test_a_gpu_without_its_extra_is_told_what_to_install(caplog):
-    choose_kernel(AttentionConfig(), "gpu", 128, "bfloat16")
+    choose_kernel(AttentionConfig(), "gpu", "8.0", 128, "bfloat16", False)
     (warning,) = said(caplog, logging.WARNING)
     assert "jax_triton is not installed: make install EXTRAS=dev,gpu" in warning
+
+
+def test_a_hopper_gpu_runs_its_own_kernel_unless_there_is_a_window(caplog):
+    with caplog.at_level(logging.INFO, "jaxrl.attention"):
+        hopper = choose_kernel(AttentionConfig(), "gpu", "9.0", 128, "bfloat16", False)
+        windowed = choose_kernel(AttentionConfig(), "gpu", "9.0", 128, "bfloat16", True)
+    assert hopper.forward.__module__ == "pallas_kernels.tree_attention_hopper"
+    assert windowed.forward is not hopper.forward
+    assert "tree attention: the Hopper kernel, head size 128 in bfloat16" in said(caplog, logging.INFO)
 
 
 def test_keys_travel_by_ring_on_tpus_unless_told_otherwise():
