@@ -243,7 +243,7 @@ def check_lengths(folder: Path, num_kills: int, steps: int, rng: np.random.Gener
     runs = {"whole": 0, "continued": num_kills, "restarted": num_kills}
     lengths = {}
     for name, kills in runs.items():
-        run = make_run(folder / name, slow={"seconds": 0.03, "fresh": True, "forgets": name == "restarted"})
+        run = make_run(folder / name, slow={"seconds": 0.06, "fresh": True, "forgets": name == "restarted"})
         kill_often(run, kills, rng, *options, when=lambda i: "sampling")
         finish(run, *options)
         lines = [line for lines in trained_episodes(run).values() for line in lines.values()]
