@@ -251,7 +251,7 @@ def check_lengths(folder: Path, num_kills: int, steps: int, rng: np.random.Gener
     means = {f"mean_tokens_{name}": round(float(x.mean()), 2) for name, x in lengths.items()}
     p = {f"p_{name}": same_distribution(lengths[name], lengths["whole"]) for name in ("continued", "restarted")}
     assert p["p_continued"] > 1e-3, f"kills changed how long answers are: {means | p}"
-    assert p["p_restarted"] < 1e-4, f"the test cannot tell: {means | p}"
+    assert p["p_restarted"] < 1e-3, f"the test cannot tell: {means | p}"
     return {"kills": num_kills, "episodes": {name: len(x) for name, x in lengths.items()}, **means, **p}
 
 
