@@ -122,8 +122,6 @@ def test_sync_is_on_policy_and_says_what_it_does(straight):
         assert line["lag/max"] == 0 and line["groups/finished"] == 4 and line["parity/logp_mean_abs"] < 1e-5
         assert line["episodes/failed"] == 0 and line["chat/calls"] == 3
         assert {"reward/std", "packing/fill", "tokens/unique", "optimizer/gradient_norm", "policy/entropy"} <= line.keys()
-    first = metrics_of(straight)[0]  # it compiles, so it is looked at
-    assert 0 < first["load/running"] <= 16 and first["load/waiting"] >= 0 and 0 < first["load/kv_use"] <= 1
     folder = Path(straight.out) / straight.name
     lines = zstandard.decompress((folder / "rollouts" / "step_000005.jsonl.zst").read_bytes(), max_output_size=10**6)
     rollouts = [json.loads(line) for line in lines.decode().splitlines()]
@@ -170,6 +168,9 @@ def test_off_policy_modes_learn_within_their_lag(mode, max_lag, tmp_path):
     assert len(lines) == 30 and max(line["lag/max"] for line in lines) <= max_lag
     assert max(line["lag/max"] for line in lines) >= 1  # or nothing here was off the policy
     assert np.mean(rewards[:4]) < 0.15 and np.mean(rewards[-4:]) > 0.6
+    looks = [line for line in lines if "load/running" in line]
+    assert all(0 <= line["load/running"] <= 32 and 0 <= line["load/kv_use"] <= 1 for line in looks)
+    assert any(line["load/running"] > 0 and line["load/kv_use"] > 0 for line in looks)
     assert sum(line["groups/dropped_stale"] for line in lines) == 0
 
 
