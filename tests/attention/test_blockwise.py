@@ -10,6 +10,8 @@ import pytest
 from jaxrl.attention.blockwise import _key_blocks, _Queries, _visible_blocks, blockwise_attention
 from jaxrl.attention.naive import naive_attention, visible
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 def random_forest(rng, num_tokens, num_valid=None, max_segment=40):
     """subtree_end [T] of a random pre-order forest over the first num_valid tokens, then padding."""
@@ -91,7 +93,7 @@ def test_float32_equals_naive(shape):
     assert max(errors.values()) <= 1e-5, errors
 
 
-@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[4], SHAPES[6]], ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[6]], ids=str)
 def test_float64_equals_naive(shape):
     with jax.enable_x64(True):
         errors = compare(np.random.default_rng(1), *shape, jnp.float64)
@@ -175,6 +177,7 @@ def test_invalid_tokens_holding_nan_change_no_bit(window):
 
 def test_memory_is_linear_in_tokens():
     """Doubling the tokens doubles the temporaries of forward and backward, within a fixed part."""
+    jax.config.update("jax_disable_most_optimizations", False)  # what is allocated depends on them
 
     def temporaries(num_tokens):
         q = jax.ShapeDtypeStruct((1, num_tokens, 4, 32), jnp.float32)

@@ -20,12 +20,7 @@ ROWS, TOKENS, HEADS, KV_HEADS, SIZE = 1, 520, 4, 2, 8
 SCALE, WINDOW = 0.3, 90
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Collectives and what they carry are tested here; XLA's later passes are not."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @lru_cache
