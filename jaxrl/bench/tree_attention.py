@@ -12,6 +12,7 @@ FLOPs = 4 · visible pairs · heads · head size forward, 3.5 × that forward + 
 """
 
 import argparse
+import importlib
 import json
 import os
 import statistics
@@ -33,6 +34,7 @@ HEADS, KV_HEADS, HEAD_DIM = 32, 4, 128
 CHECK_TOKENS = 4096
 REPEATS = 3  # calls of one tree between two synchronisations
 NAMES = ("out", "dq", "dk", "dv")
+_MODULES = {"hopper": "pallas_kernels.tree_attention_hopper", "triton": "triton_kernels.tree_attention"}
 
 # The peer: reads one JSON line per tree from stdin, answers on stdout.
 PEER = """
@@ -95,7 +97,7 @@ for line in sys.stdin:
 def main(argv: list[str]) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the peer needs memory too
     options = _parse(argv)
-    kernel = _kernels()[options.kernel]
+    kernel = _kernel(options.kernel)
     with tempfile.TemporaryDirectory() as scratch:
         peer = _Peer(options.peer_python, Path(scratch)) if options.peer_python else None
         _check(kernel, options.kernel, peer)
@@ -109,17 +111,15 @@ def main(argv: list[str]) -> None:
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m jaxrl.bench tree-attention", description=__doc__.split("\n\n")[0])
     parser.add_argument("--peer-python", help="a Python interpreter with torch that sees the GPU")
-    parser.add_argument("--kernel", default="hopper", choices=("hopper", "triton"), help="which of ours")
+    parser.add_argument("--kernel", default="hopper", choices=_MODULES, help="which of ours")
     parser.add_argument("--trees", type=int, default=64, help="measured trees of a workload whose lengths are drawn")
     parser.add_argument("--workloads", nargs="+", default=WORKLOADS, choices=WORKLOADS, metavar="NAME")
     return parser.parse_args(argv)
 
 
-def _kernels() -> dict[str, Kernel]:
-    from pallas_kernels import tree_attention_hopper
-    from triton_kernels import tree_attention as triton
-
-    return {name: Kernel(m.forward, m.backward) for name, m in (("hopper", tree_attention_hopper), ("triton", triton))}
+def _kernel(name: str) -> Kernel:
+    module = importlib.import_module(_MODULES[name])
+    return Kernel(module.forward, module.backward)
 
 
 class _Ours:
