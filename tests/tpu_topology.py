@@ -44,6 +44,17 @@ def slice_devices(topology: str) -> list[jax.Device]:
 
 
 @contextmanager
+def uncached() -> Iterator[None]:
+    """What is compiled for a slice that is not there cannot be read back from the compilation cache: it is not
+    written either. (Whether there is a cache at all is decided once a process, at its first compilation.)"""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, float("inf"))
+    yield
+    jax.config.update(name, before)
+
+
+@contextmanager
 def kernels_for(device_kind: str) -> Iterator[None]:
     """Pallas asks the default device what it is, and here that is a CPU. Under a mesh of real or
     topology devices (in shard_map) nothing of the kind is needed."""
@@ -57,5 +68,5 @@ def compile_on_one_chip(function: Callable, *shapes: Any, generation: str) -> ja
     chip = slice_devices(SLICES[generation])[0]
     on_chip = SingleDeviceSharding(chip)
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_chip), shapes)
-    with kernels_for(chip.device_kind):
+    with kernels_for(chip.device_kind), uncached():
         return jax.jit(function).lower(*placed).compile()
