@@ -41,7 +41,7 @@ from jaxrl.rollout.checked import CheckedSampler
 from jaxrl.rollout.episodes import EpisodeRunner, length_limit
 from jaxrl.rollout.protocol import Sampler, SamplerError, SamplerLoad
 from jaxrl.trainer.gather import gather
-from jaxrl.trainer.processes import Action, Peers, ProcessError, Record
+from jaxrl.trainer.processes import POLL_SECONDS, Action, Peers, ProcessError, Record
 from jaxrl.trainer.state import TrainState, variables_of
 
 log = logging.getLogger(__name__)
@@ -76,18 +76,23 @@ async def _with_signals(config: Config, make_sampler: MakeSampler, began: float)
     for number in signals:
         loop.add_signal_handler(number, events.put_nowait, c.Signal(signal.Signals(number).name))
 
+    lost: list[RunError] = []
+
     def hear(news: str | ProcessError) -> None:
-        event = c.Signal(news) if isinstance(news, str) else RunError(f"{news}\n{_kept(config)}")
-        loop.call_soon_threadsafe(events.put_nowait, event)
+        if isinstance(news, ProcessError):
+            lost.append(RunError(f"{news}\n{_kept(config)}"))
+        loop.call_soon_threadsafe(events.put_nowait, c.Signal(news) if isinstance(news, str) else lost[0])
 
     try:
         with Peers(hear) as peers:
-            return await _run(config, make_sampler, peers, events, began)
-    except jax.errors.JaxRuntimeError as error:
-        if jax.process_count() == 1:
-            raise
-        problem = f"a computation of all processes failed, maybe because one died: {str(error).splitlines()[0]}"
-        raise RunError(f"{problem}\n{_kept(config)}") from error
+            try:
+                return await _run(config, make_sampler, peers, events, began)
+            except jax.errors.JaxRuntimeError as error:
+                if peers.count == 1:
+                    raise
+                await asyncio.sleep(3 * POLL_SECONDS)  # a process that failed says why, a killed one does not
+                problem = f"a computation of all processes failed, maybe because one died: {str(error).splitlines()[0]}"
+                raise (lost[0] if lost else RunError(f"{problem}\n{_kept(config)}")) from error
     finally:
         for number in signals:
             loop.remove_signal_handler(number)
