@@ -1,13 +1,9 @@
-"""The asyncio shell of a run: does what the controller says and tells it what happened.
+"""From a config to a run that goes on: makes its parts, in order, and ends them. What runs then is the shell.
 
-    event ──> controller.step ──> actions ──> tasks and the trainer's thread ──> events
-
-The controller decides; nothing here does. JAX calls of the trainer go to one thread, so that the event loop
-never waits on a device; the sampler has a thread of its own, environments are processes.
+On every process but 0 it is a follower that runs.
 """
 
 import asyncio
-import logging
 import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -19,42 +15,27 @@ from typing import Any
 import jax
 
 from jaxrl.checkpoint import Checkpoints, saved_steps
-from jaxrl.config import Config, ConfigError
-from jaxrl.data import Group, Trajectory
-from jaxrl.metrics import JsonlTracker, Trackers, cut, make_trackers, names
-from jaxrl.packing import PackingError
+from jaxrl.config import Config
+from jaxrl.data import Trajectory
+from jaxrl.metrics import JsonlTracker, cut, make_trackers
 from jaxrl.pipeline import controller as c
-from jaxrl.pipeline.batch import Batch, is_informative, oldest_version
-from jaxrl.pipeline.data_order import fingerprint
-from jaxrl.pipeline.evaluate import evaluate
 from jaxrl.pipeline.follower import follow
-from jaxrl.pipeline.groups import JournalWriter, run_group
-from jaxrl.pipeline.journal import Journal, open_journal
-from jaxrl.pipeline.packer import Packer, PackerError
-from jaxrl.pipeline.rollouts import cut_rollouts, load_metrics, num_sampled, rollout_metrics, write_rollouts
+from jaxrl.pipeline.journal import open_journal
+from jaxrl.pipeline.packer import Packer
+from jaxrl.pipeline.rollouts import cut_rollouts
 from jaxrl.pipeline.run_folder import lock, open_run
 from jaxrl.pipeline.setup import ENVIRONMENTS, Parts, build
-from jaxrl.pipeline.start import restore_or_start, saved_part
-from jaxrl.pipeline.training import Trained, parity_batch, train
+from jaxrl.pipeline.shell import RunError, Shell, kept
+from jaxrl.pipeline.start import restore_or_start
 from jaxrl.pipeline.warm_start import read_traces, warm_start
 from jaxrl.rollout.checked import CheckedSampler
 from jaxrl.rollout.episodes import EpisodeRunner, length_limit
-from jaxrl.rollout.protocol import Sampler, SamplerError, SamplerLoad
+from jaxrl.rollout.protocol import Sampler
 from jaxrl.trainer.gather import gather
 from jaxrl.trainer.processes import POLL_SECONDS, Action, Peers, ProcessError, Record
 from jaxrl.trainer.state import TrainState, variables_of
 
-log = logging.getLogger(__name__)
-
-TICK_SECONDS = 1.0
-LOAD_SECONDS = 0.1  # between two looks at the sampler's load
-PUBLISH_SECONDS = 600.0  # the largest weights over a slow link take minutes
-
 MakeSampler = Callable[..., Sampler]  # (config, architecture, variables, version, tokenizer, eos_ids)
-
-
-class RunError(Exception):
-    """The run cannot go on. What was finished is in the run's folder; the same command continues it."""
 
 
 def run(config: Config, make_sampler: MakeSampler) -> dict[str, Any] | None:
@@ -80,7 +61,7 @@ async def _with_signals(config: Config, make_sampler: MakeSampler, began: float)
 
     def hear(news: str | ProcessError) -> None:
         if isinstance(news, ProcessError):
-            lost.append(RunError(f"{news}\n{_kept(config)}"))
+            lost.append(RunError(f"{news}\n{kept(config)}"))
         loop.call_soon_threadsafe(events.put_nowait, c.Signal(news) if isinstance(news, str) else lost[0])
 
     try:
@@ -92,14 +73,10 @@ async def _with_signals(config: Config, make_sampler: MakeSampler, began: float)
                     raise
                 await asyncio.sleep(3 * POLL_SECONDS)  # a process that failed says why, a killed one does not
                 problem = f"a computation of all processes failed, maybe because one died: {str(error).splitlines()[0]}"
-                raise (lost[0] if lost else RunError(f"{problem}\n{_kept(config)}")) from error
+                raise (lost[0] if lost else RunError(f"{problem}\n{kept(config)}")) from error
     finally:
         for number in signals:
             loop.remove_signal_handler(number)
-
-
-def _kept(config: Config) -> str:
-    return f"{Path(config.out) / config.name} holds what was finished; the same command continues from there"
 
 
 async def _run(config: Config, make_sampler: MakeSampler, peers: Peers, events: asyncio.Queue, began: float) -> dict[str, Any]:
@@ -146,7 +123,7 @@ async def _run_in(
             cut_rollouts(folder / "rollouts", step)
             trackers = make_trackers(config.log, folder, -1 if host is None else step, config.pipeline.steps)
             try:
-                shell = _Shell(
+                shell = Shell(
                     parts,
                     folder,
                     peers,
@@ -199,274 +176,3 @@ def _warm_start(
         return warm_start(parts, traces, state, peers, log)
     finally:
         tracker.close()
-
-
-class _Shell:
-    """The running parts, and what only the shell has to remember between two steps."""
-
-    def __init__(
-        self,
-        parts: Parts,
-        folder: Path,
-        peers: Peers,
-        state: TrainState,
-        frozen: Any,
-        host: dict[str, Any] | None,
-        sampler: Sampler,
-        runner: EpisodeRunner,
-        packer: Packer,
-        checkpoints: Checkpoints,
-        journal: Journal,
-        trackers: Trackers,
-        on_trainer: Callable[..., Awaitable[Any]],
-        events: asyncio.Queue[c.Event | Exception],
-        began: float,
-    ):
-        config = parts.config
-        self.parts, self.config, self.folder, self.peers = parts, config, folder, peers
-        self.state = state
-        self.frozen = frozen  # the base under adapters, where the sampler can take it from
-        self.sampler, self.runner, self.checkpoints, self.journal = sampler, runner, checkpoints, journal
-        self.packer = packer
-        self.trackers, self.on_trainer, self.events = trackers, on_trainer, events
-        host = host or {"controller": None, "heldout_before": None, "heldout": None, "seconds": 0.0, "dataset": None}
-        self.dataset = host["dataset"] or fingerprint(parts.environment.train)
-        self.heldout_before, self.heldout = host["heldout_before"], host["heldout"]
-        self.reward: float | None = None
-        self.began = began - host["seconds"]
-        self.controller = c.start(_controller_config(config), int(state.step), host["controller"])
-        live = set(self.controller.returning)
-        replayed = journal.replay(lambda i: i in live or i >= self.controller.next_index)
-        self.recorded = {group.index: group.episodes for group in replayed}
-        self.partial = journal.partials(lambda i: i in live or i >= self.controller.next_index)
-        self.writer = JournalWriter(journal)
-        self.finished: dict[int, Group] = {}  # waiting to be trained on, or being trained on
-        self.recent: list[Group] = []  # finished since the last step
-        self.saved_snapshot: dict[str, Any] | None = None  # of the save under way
-        self.tasks: dict[asyncio.Task, int | None] = {}  # with the group it runs
-        self.counted = self.controller  # at the step before: its counters run through the whole run
-        self.loads: list[SamplerLoad] = []  # seen since the last step
-        self.last_step_at = time.monotonic()
-        self.seconds = {"publish": 0.0, "checkpoint": 0.0, "evaluate": 0.0}
-
-    async def run(self) -> dict[str, Any]:
-        watching = asyncio.create_task(self._watch_load())
-        try:
-            return await self._loop()
-        finally:
-            for task in (watching, *self.tasks):
-                task.cancel()
-            await asyncio.gather(watching, *self.tasks, return_exceptions=True)
-            await self.writer.close()
-
-    async def _watch_load(self) -> None:
-        while True:
-            self.loads.append(self.sampler.load())
-            await asyncio.sleep(LOAD_SECONDS)
-
-    async def _loop(self) -> dict[str, Any]:
-        event: c.Event | Exception = c.Tick()
-        while True:
-            if isinstance(event, Exception):
-                raise event
-            self.controller, actions = c.step(self.controller, event, time.monotonic())
-            for action in actions:
-                if isinstance(action, c.Stop):
-                    await self.on_trainer(self._finish_save)
-                    self.peers.send(Record(Action.STOP, self.controller.step, detail=action.reason))
-                    return self._summary(action.reason)
-                if isinstance(action, c.Fail):
-                    raise RunError(f"{action.reason}\n{_kept(self.config)}")
-                self._do(action)
-            try:
-                event = await asyncio.wait_for(self.events.get(), TICK_SECONDS)
-            except TimeoutError:
-                event = c.Tick()
-
-    def _do(self, action: c.Action) -> None:
-        match action:
-            case c.SubmitGroup(index):
-                self._spawn(self._run_group(index), index)
-            case c.DropGroup(index, _):
-                self.finished.pop(index, None)
-                for task in [task for task, group in self.tasks.items() if group == index]:
-                    task.cancel()
-            case c.Train(step, indices):
-                self._spawn(self._train(step, indices))
-            case c.Publish(version, in_flight):
-                self._spawn(self._publish(version, in_flight))
-            case c.Evaluate(version):
-                self._spawn(self._evaluate(version))
-            case c.Checkpoint(step):
-                self._spawn(self._checkpoint(step, c.snapshot(self.controller)))
-
-    def _spawn(self, work: Awaitable[c.Event], group: int | None = None) -> None:
-        task = asyncio.ensure_future(work)
-        self.tasks[task] = group
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task) -> None:
-        """A task's result is the event it ends with. A sampler that fails leaves weights to save; any other exception
-        ends the run as it is."""
-        del self.tasks[task]
-        if task.cancelled():
-            return
-        error = task.exception()
-        if error is None:
-            self.events.put_nowait(task.result())
-            return
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        is_outside = isinstance(error, SamplerError | ConfigError)
-        self.events.put_nowait(c.Broken(f"{type(error).__name__}: {error}") if is_outside else error)
-
-    async def _run_group(self, index: int) -> c.Event:
-        recorded, partial = self.recorded.pop(index, ()), self.partial.pop(index, {})
-        tasks = self.parts.environment.train
-        group = await run_group(index, tasks, self.runner, self.writer, recorded, partial, self.config, self.parts.limits)
-        errors = [e.error for e in group.episodes if e.error is not None]
-        self.recent.append(group)
-        if len(errors) == len(group.episodes):
-            log.warning("group %d: every episode failed, the first: %s", index, errors[0])
-            return c.GroupFailed(index, errors[0])
-        informative = is_informative(group, self.config)
-        self.finished[index] = group
-        return c.GroupFinished(index, oldest_version(group) if informative else self.controller.published, informative)
-
-    async def _train(self, step: int, indices: tuple[int, ...]) -> c.Event:
-        groups = [self.finished.pop(index) for index in indices]
-        began = time.monotonic()
-        try:
-            batch = await self.packer.make_batch(groups, step)
-        except (PackingError, PackerError) as error:
-            return c.TrainFailed(f"{type(error).__name__}: {error}", state_intact=True)
-        packed = time.monotonic()
-        done = await self.on_trainer(self._optimizer_step, batch, step + 1)
-        trained = time.monotonic()
-        if done.bad_rows is not None:
-            return c.TrainFailed(
-                f"NaNError: step {step + 1} has a loss or gradient that is not finite; the weights are those of step {step}. "
-                f"The row is in {done.bad_rows}: lower optimizer.lr under another `name`, or look at its rewards and log-probs",
-                state_intact=True,
-            )
-        recent, self.recent = self.recent, []
-        loads, self.loads = self.loads, []
-        before, self.counted = self.counted, self.controller
-        since = trained - self.last_step_at
-        values = {
-            **rollout_metrics(recent),
-            **done.metrics,
-            **batch.metrics,
-            **load_metrics(loads),
-            "groups/finished": float(len(recent)),
-            "groups/zero_variance": float(self.counted.num_zero_variance - before.num_zero_variance),
-            "groups/dropped_stale": float(self.counted.num_stale - before.num_stale),
-            "groups/failed": float(self.counted.num_failed - before.num_failed),
-            names.TRAINER_RATE: batch.num_tokens / (trained - packed),
-            names.SAMPLER_RATE: sum(num_sampled(e) for g in recent for e in g.episodes) / since,
-            "time/step": since,
-            "time/wait": began - self.last_step_at - sum(self.seconds.values()),
-            "time/pack": packed - began,
-            "time/train": trained - packed,
-            **{f"time/{name}": seconds for name, seconds in self.seconds.items()},
-        }
-        self.seconds = dict.fromkeys(self.seconds, 0.0)
-        self.last_step_at = trained
-        self.reward = values.get(names.REWARD, self.reward)
-        self.trackers.log(step + 1, values)
-        if self.config.log.rollouts:
-            write_rollouts(self.folder / "rollouts", step + 1, groups, self.parts.tokenizer, self.config.log.rollouts)
-        return c.TrainDone()
-
-    def _optimizer_step(self, batch: Batch, step: int) -> Trained:
-        parity = parity_batch(batch, step)
-        self.peers.send(Record(Action.TRAIN, step, len(batch.rows), parity), batch.rows)
-        done = train(self.parts.trainer, self.state, batch, step, parity, self.folder)
-        self.state = done.state
-        return done
-
-    def _weights(self, version: int) -> Any:
-        self.peers.send(Record(Action.PUBLISH, version))
-        return variables_of(gather(self.state.trainable), self.frozen)
-
-    async def _publish(self, version: int, in_flight: bool) -> c.Event:
-        began = time.monotonic()
-        weights = await self.on_trainer(self._weights, version)
-        try:
-            report = await self.sampler.publish(weights, version, in_flight)
-        except SamplerError as error:
-            return c.PublishFailed(version, str(error))
-        self.seconds["publish"] += time.monotonic() - began
-        return c.PublishDone(report.version)
-
-    async def _evaluate(self, version: int) -> c.Event:
-        began = time.monotonic()
-        metrics = await evaluate(self.config, self.parts.environment.heldout, self.runner, version)
-        if self.controller.phase is not c.Phase.EVALUATING:
-            return c.EvalDone()  # abandoned: the run is being saved, and evaluates again when it goes on
-        self.heldout = metrics[names.HELDOUT]
-        if version == 0:
-            self.heldout_before = self.heldout
-        self.trackers.log(version, metrics)
-        self.seconds["evaluate"] += time.monotonic() - began
-        return c.EvalDone()
-
-    async def _checkpoint(self, step: int, snapshot: dict[str, Any]) -> c.Event:
-        began = time.monotonic()
-        metric = self.reward
-        if self.config.eval.every and self.config.eval.num_tasks:
-            metric = (
-                self.heldout if self.controller.evaluated == step else None
-            )  # what was measured on other weights is not theirs
-        host = {
-            "controller": snapshot,
-            "dataset": self.dataset,
-            "heldout_before": self.heldout_before,
-            "heldout": self.heldout,
-            "seconds": time.monotonic() - self.began,
-        }
-        await self.on_trainer(self._save, step, host, metric)
-        self.seconds["checkpoint"] += time.monotonic() - began
-        return c.CheckpointDone()
-
-    def _save(self, step: int, host: dict[str, Any], metric: float | None) -> None:
-        self._finish_save()
-        self.peers.send(Record(Action.CHECKPOINT, step, metric=metric))
-        self.checkpoints.save(step, saved_part(self.parts, self.state), host, metric)
-        self.saved_snapshot = host["controller"]
-
-    def _finish_save(self) -> None:
-        """Waits for the save under way; the journal then forgets the groups that it stands for."""
-        self.checkpoints.wait()
-        if self.saved_snapshot is not None:
-            live, next_index = set(self.saved_snapshot["live"]), self.saved_snapshot["next_index"]
-            self.journal.forget(lambda index: index < next_index and index not in live)
-            self.saved_snapshot = None
-
-    def _summary(self, reason: str) -> dict[str, Any]:
-        return {
-            "run": str(self.folder),
-            "ended": reason,
-            "steps": self.controller.step,
-            "heldout_before": self.heldout_before,
-            "heldout_after": self.heldout,
-            "seconds": round(time.monotonic() - self.began, 1),
-        }
-
-
-def _controller_config(config: Config) -> c.ControllerConfig:
-    p, e = config.pipeline, config.eval
-    return c.ControllerConfig(
-        mode=p.mode,
-        steps=p.steps,
-        groups_per_step=p.groups_per_step,
-        max_lag=p.max_lag,
-        window=p.window,
-        checkpoint_every=config.checkpoint.every,
-        eval_every=e.every if e.num_tasks else 0,
-        eval_at_start=e.at_start and e.num_tasks > 0,
-        eval_at_end=e.num_tasks > 0,
-        checkpoint_at_start=config.sft is not None,
-        # A publish may wait for the generations of running episodes to end.
-        publish_timeout=PUBLISH_SECONDS + config.env.timeout_seconds,
-    )
