@@ -7,6 +7,7 @@ EXTRAS ?= dev
 install:
 	@sh bootstrap.sh "$(EXTRAS)"
 
+quickstart: EXTRAS =
 quickstart: install
 	$(PYTHON) -m jaxrl.train configs/quickstart.toml $(ARGS)
 

@@ -1,9 +1,9 @@
 #!/bin/sh
 # Makes .venv with everything in lock.txt: finds or fetches uv, finds or fetches a Python >= 3.12.
-# usage: sh bootstrap.sh [EXTRAS]      EXTRAS: dev (default), "dev,gpu", "dev,tpu"
+# usage: sh bootstrap.sh [EXTRAS]      EXTRAS: dev (default), "" (what a run needs), "dev,gpu", "dev,tpu"
 set -eu
 cd "$(dirname "$0")"
-extras=${1:-dev}
+extras=${1-dev}
 stamp=".venv/installed-$(echo "$extras" | tr ',' '-')-$(cat pyproject.toml lock.txt | cksum | cut -d' ' -f1)"
 [ -e "$stamp" ] && exit 0
 
@@ -33,6 +33,12 @@ find_python() {
 
 uv=$(find_uv)
 .venv/bin/python --version >/dev/null 2>&1 || "$uv" venv -q --clear --python "$(find_python "$uv")" .venv
-"$uv" pip install -q --python .venv/bin/python -e ".[$extras]" -c lock.txt
+"$uv" pip install -q --python .venv/bin/python -e ".${extras:+[$extras]}" -c lock.txt
+case "$extras" in *dev*)
+    # What compiles for TPU slices that are not there, apart from .venv: where jax finds it, it looks for a TPU.
+    if [ "$(uname -sm)" = "Linux x86_64" ]; then
+        "$uv" pip install -q --no-deps --python .venv/bin/python --target .tools/libtpu "$(grep '^libtpu==' lock.txt)"
+    fi ;;
+esac
 touch "$stamp"
 echo "installed into .venv ($(.venv/bin/python --version), extras: $extras)" >&2

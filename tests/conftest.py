@@ -1,8 +1,11 @@
-"""Eight CPU devices for every test, and a compilation cache that outlives the run."""
+"""Eight CPU devices for every test, a compilation cache that outlives the run, and the compiler for TPUs."""
 
+import sys
 from pathlib import Path
 
 import jax
+
+sys.path.append(str(Path(__file__).parent.parent / ".tools" / "libtpu"))  # for these tests alone: see bootstrap.sh
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
