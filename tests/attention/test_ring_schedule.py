@@ -5,9 +5,8 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from tpu_topology import needs_libtpu, slice_devices
+from tpu_topology import needs_libtpu, slice_devices, uncached
 
 from jaxrl.attention import tree_attention
 from jaxrl.config import AttentionConfig, MeshConfig
@@ -41,16 +40,8 @@ def is_hidden(transfer, events):
     return any(event == KERNEL for event, _ in events[start:done])
 
 
-@pytest.fixture
-def no_cache():
-    """What is compiled for a slice that is not there cannot be read back from the compilation cache."""
-    jax.config.update("jax_enable_compilation_cache", False)
-    yield
-    jax.config.update("jax_enable_compilation_cache", True)
-
-
 @needs_libtpu
-def test_every_transfer_hides_behind_the_kernel(no_cache):
+def test_every_transfer_hides_behind_the_kernel():
     """Forward: keys and values, half each way. Backward: their gradients too."""
     mesh = make_mesh(MeshConfig(context=8), slice_devices("v5p:2x2x2"))
     num_tokens = 8 * 2048
@@ -62,7 +53,8 @@ def test_every_transfer_hides_behind_the_kernel(no_cache):
     def loss(q, k, v, offset, end):
         return jnp.square(attention(q, k, v, offset, end).astype(jnp.float32)).sum()
 
-    compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, kv, kv, offset, offset).compile()
+    with uncached():
+        compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, kv, kv, offset, offset).compile()
     loops = loop_schedules(compiled.as_text())
     transfers = [[name for event, name in events if event == START] for events in loops]
     assert sorted(map(len, transfers)) == [2, 4], "a forward and a backward ring, two ways each"
