@@ -12,12 +12,15 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from jaxrl.config import Config, parse
 from jaxrl.data import Group
 from jaxrl.packing import PackingError, RowLimits
 from jaxrl.pipeline.batch import make_batch
 
-_LENGTH = struct.Struct("<Q")
+_COUNT = struct.Struct("<q")
+_ALIGNMENT = 64  # bytes: what the fastest loads want
 
 
 def main(descriptor: int) -> None:
@@ -53,23 +56,31 @@ def _end_with_stdin() -> None:
 
 
 def send(connection: socket.socket, message: Any) -> None:
-    body = pickle.dumps(message, protocol=5)
-    connection.sendall(_LENGTH.pack(len(body)))
-    connection.sendall(body)
+    """A header of lengths, the pickle, and the arrays beside it: these are copied into the socket only."""
+    buffers: list[pickle.PickleBuffer] = []
+    body = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
+    parts = [memoryview(body), *(buffer.raw() for buffer in buffers)]
+    connection.sendall(_COUNT.pack(len(parts)) + np.array([part.nbytes for part in parts], np.int64).tobytes())
+    for part in parts:
+        connection.sendall(part)
 
 
 def receive(connection: socket.socket) -> Any:
-    """The next message. Raises EOFError if the other end is gone."""
-    (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
-    return pickle.loads(_exactly(connection, length))
+    """The next message; its arrays share one buffer. Raises EOFError if the other end is gone."""
+    (num_parts,) = _COUNT.unpack(_exactly(connection, memoryview(bytearray(_COUNT.size))))
+    lengths = np.frombuffer(_exactly(connection, memoryview(bytearray(num_parts * 8))), np.int64)
+    starts = np.cumsum([0, *-(-lengths // _ALIGNMENT) * _ALIGNMENT]).tolist()
+    data = memoryview(np.empty(starts[-1], np.uint8))
+    body, *buffers = (_exactly(connection, data[start : start + n]) for start, n in zip(starts, lengths.tolist(), strict=False))
+    return pickle.loads(body, buffers=buffers)
 
 
-def _exactly(connection: socket.socket, length: int) -> bytearray:
-    data = bytearray(length)
-    view = memoryview(data)
-    while view:
-        count = connection.recv_into(view)
+def _exactly(connection: socket.socket, view: memoryview) -> memoryview:
+    """The view, filled."""
+    rest = view
+    while rest:
+        count = connection.recv_into(rest)
         if count == 0:
             raise EOFError
-        view = view[count:]
-    return data
+        rest = rest[count:]
+    return view
