@@ -33,7 +33,7 @@ def main() -> None:
         if options:  # all versions sample alike, so what is continued has to come out as it would have
             figures |= check_same_tokens(folder, mode, 60, *options)
         say(" ".join((mode, *options)), **figures)
-    say("lengths", **check_lengths(base / "lengths", async_kills, 20, np.random.default_rng(3)))
+    say("lengths", **check_lengths(base / "lengths", 2 * async_kills, 30, np.random.default_rng(3)))
     shutil.rmtree(base)
     say("done", seconds=round(time.monotonic() - began))
 
