@@ -1,13 +1,24 @@
-"""Eight CPU devices for every test, a compilation cache that outlives the run, and the compiler for TPUs."""
+"""Eight CPU devices for every test, quick compilation, a compilation cache that outlives the run, and the compiler for TPUs."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+import pytest
 
 sys.path.append(str(Path(__file__).parent.parent / ".tools" / "libtpu"))  # for these tests alone: see bootstrap.sh
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_disable_most_optimizations", True)  # XLA's later passes: a quarter of the time, and no other results
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".cache" / "jax"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+@pytest.fixture
+def optimized() -> Iterator[None]:
+    """With all of XLA's passes, for tests of what they make."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)

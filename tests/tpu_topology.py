@@ -46,12 +46,15 @@ def slice_devices(topology: str) -> list[jax.Device]:
 @contextmanager
 def uncached() -> Iterator[None]:
     """What is compiled for a slice that is not there cannot be read back from the compilation cache: it is not
-    written either. (Whether there is a cache at all is decided once a process, at its first compilation.)"""
+    written either. (Whether there is a cache at all is decided once a process, at its first compilation.) And it is compiled
+    with all passes, for its schedule and its memory are what the tests look at."""
     name = "jax_persistent_cache_min_compile_time_secs"
     before = getattr(jax.config, name)
     jax.config.update(name, float("inf"))
+    jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update(name, before)
+    jax.config.update("jax_disable_most_optimizations", True)  # as conftest.py has it
 
 
 @contextmanager

@@ -10,8 +10,6 @@ import pytest
 from jaxrl.attention.blockwise import _key_blocks, _Queries, _visible_blocks, blockwise_attention
 from jaxrl.attention.naive import naive_attention, visible
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def random_forest(rng, num_tokens, num_valid=None, max_segment=40):
     """subtree_end [T] of a random pre-order forest over the first num_valid tokens, then padding."""
@@ -175,9 +173,8 @@ def test_invalid_tokens_holding_nan_change_no_bit(window):
             np.testing.assert_array_equal(got[key], want[key], err_msg=f"{key}, NaN in {name}")
 
 
-def test_memory_is_linear_in_tokens():
+def test_memory_is_linear_in_tokens(optimized):
     """Doubling the tokens doubles the temporaries of forward and backward, within a fixed part."""
-    jax.config.update("jax_disable_most_optimizations", False)  # what is allocated depends on them
 
     def temporaries(num_tokens):
         q = jax.ShapeDtypeStruct((1, num_tokens, 4, 32), jnp.float32)

@@ -20,9 +20,6 @@ ROWS, TOKENS, HEADS, KV_HEADS, SIZE = 1, 520, 4, 2, 8
 SCALE, WINDOW = 0.3, 90
 
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
 @lru_cache
 def case(name):
     """(q, k, v, output weights, sink) and (offset, subtree_end, positions), of one row or several."""

@@ -14,7 +14,6 @@ from jaxrl.attention.naive import naive_attention
 from jaxrl.config import AttentionConfig, ConfigError, MeshConfig
 from jaxrl.mesh import ROW_AXES, make_mesh, row_sharding
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 CONFIG = AttentionConfig(block_q=16, block_k=32)
 LAYOUTS = [
     {"data": 8},

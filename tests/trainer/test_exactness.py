@@ -1,6 +1,5 @@
 """The exactness bar: packed rows give the loss and every gradient of the same trajectories one by one."""
 
-import contextlib
 from dataclasses import replace
 
 import jax
@@ -73,26 +72,14 @@ def test_the_forest_is_a_hard_one():
     assert max(map(len, rows_of.values())) >= 2, "a tree is cut over two rows"
 
 
-@contextlib.contextmanager
-def precision(dtype):
-    """float64 goes without XLA's later passes, which take half of the time and change nothing near 1e-12."""
-    if dtype == "float32":
-        yield
-        return
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
-        with jax.enable_x64(True):
-            yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", False)
-
-
 @pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_packed_equals_one_by_one(dtype, adapters):
+def test_packed_equals_one_by_one(dtype, adapters, request):
+    if dtype == "float32":  # as a run compiles it
+        request.getfixturevalue("optimized")
     lora = LoraConfig(rank=4, alpha=8.0) if adapters else None
     algorithm, forest = CONFIG.algorithm, make_forest()
-    with precision(dtype):
+    with jax.enable_x64(dtype == "float64"):
         mesh = make_mesh(MeshConfig(), jax.devices()[:1])
         decoder = Decoder(make_architecture(), jnp.dtype(dtype), jnp.dtype(dtype), "full", lora, mesh=mesh)
         variables = make_variables(decoder, mesh)

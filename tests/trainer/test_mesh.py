@@ -18,14 +18,6 @@ HERE = Path(__file__).parent
 LAYOUTS = [(8, 1, 1, 1), (1, 8, 1, 1), (1, 1, 8, 1), (1, 1, 1, 8), (4, 2, 1, 1), (1, 1, 2, 4), (1, 4, 1, 2), (2, 1, 4, 1)]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Partitioning is what is tested here; without XLA's later passes the module takes half the time."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @pytest.fixture(scope="module")
 def reference():
     return step_on({"data": 1}, make_batches())
