@@ -12,7 +12,7 @@ quickstart: install
 	$(PYTHON) -m jaxrl.train configs/quickstart.toml $(ARGS)
 
 test: install lint
-	$(PYTHON) -m pytest
+	$(PYTHON) -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 lint: install
 	.venv/bin/ruff check .

@@ -22,3 +22,8 @@ def optimized() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files whose tests take longest first, so that processes side by side end together."""
+    items.sort(key=lambda item: item.path.parent.name not in ("resume", "pipeline"))
