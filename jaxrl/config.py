@@ -9,6 +9,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -84,13 +85,67 @@ class SamplingConfig(_Table):
 
 
 class SamplerConfig(_Table):
-    kind: Literal["embedded"] = Field(default="embedded", description="What generates: the JAX engine inside this process.")
-    slots: int = Field(default=64, ge=1, description="Sequences decoded at once.")
+    kind: Literal["embedded", "vllm"] = Field(
+        default="embedded", description="What generates: the JAX engine inside this process, or vLLM servers beside it."
+    )
+    slots: int = Field(default=64, ge=1, description="Sequences decoded at once; of vLLM, by each server.")
     max_length: int = Field(default=1024, ge=2, description="Most tokens of a sequence, prompt included.")
-    page_size: int = Field(default=16, ge=1, description="Tokens per page of the KV cache.")
-    pages: int = Field(default=0, ge=0, description="Pages of the KV cache; 0: enough for every slot at max_length.")
-    prefill_chunk: int = Field(default=128, ge=1, description="Prompt tokens computed per prefill step.")
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Dtype of the sampler's weights and KV cache.")
+    page_size: int = Field(default=16, ge=1, description="embedded: tokens per page of the KV cache.")
+    pages: int = Field(default=0, ge=0, description="embedded: pages of the KV cache; 0: enough for every slot at max_length.")
+    prefill_chunk: int = Field(default=128, ge=1, description="embedded: prompt tokens computed per prefill step.")
+    python: str = Field(
+        default=".vllm/bin/python",
+        min_length=1,
+        description="vllm: interpreter of vLLM's environment, as `make vllm-env` makes it.",
+    )
+    urls: tuple[str, ...] = Field(
+        default=(),
+        description="vllm: servers that run already, instead of starting any; their key is read from JAXRL_BRIDGE_KEY.",
+    )
+    replicas: int = Field(default=1, ge=1, description="vllm: servers to start.")
+    devices: tuple[str, ...] = Field(
+        default=(), description="vllm: CUDA_VISIBLE_DEVICES of each server, in order; empty: all see what the trainer sees."
+    )
+    memory: float = Field(
+        default=0.4, gt=0, lt=1, description="vllm: share of a GPU's memory that a server takes, weights and KV cache together."
+    )
+    transport: Literal["auto", "shm", "cuda_ipc", "http", "file", "nccl"] = Field(
+        default="auto",
+        description="vllm: how weights reach a server. shm: memory of the host; cuda_ipc: memory of its GPU; file: a shared "
+        "filesystem; auto: the quickest that reaches.",
+    )
+    shared_folder: str | None = Field(
+        default=None, description="vllm: folder that trainer and servers share, for transport = file."
+    )
+    cache: Literal["recompute", "keep"] = Field(
+        default="recompute",
+        description="vllm: what a publish under running generations does to their context: computed anew by the new weights, or kept.",
+    )
+    start_seconds: float = Field(default=600.0, gt=0, description="vllm: longest time a server may take to start.")
+    environment: tuple[str, ...] = Field(default=(), description="vllm: environment variables of the servers, each NAME=VALUE.")
+    flags: tuple[str, ...] = Field(default=(), description="vllm: more options of `vllm serve`, over those that the run sets.")
+
+    @field_validator("environment")
+    @classmethod
+    def _assignments(cls, environment):
+        for entry in environment:
+            if not entry.partition("=")[0].isidentifier() or "=" not in entry:
+                raise ValueError(f"{entry!r} sets no variable: write NAME=VALUE")
+        return environment
+
+    @field_validator("urls")
+    @classmethod
+    def _reachable_safely(cls, urls):
+        for url in urls:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ValueError(f"{url!r} is no URL: write http://127.0.0.1:PORT, or https://HOST")
+            if parts.scheme == "http" and parts.hostname not in ("127.0.0.1", "localhost", "::1"):
+                raise ValueError(
+                    f"{url} would send the key and the weights in the clear: use https, or a tunnel to a port of this host"
+                )
+        return urls
 
 
 class PipelineConfig(_Table):
@@ -265,9 +320,33 @@ def _check_combinations(config: Config) -> None:
         raise ConfigError(
             "sampler.pages", f"{sampler.pages} cannot hold one sequence of sampler.max_length: use at least {least}, or 0"
         )
+    if sampler.kind == "vllm":
+        _check_vllm(config)
     for key, why in _without_effect(config):
         if _value(config, key) != _default(key):
             raise ConfigError(key, f"has no effect with {why}: leave it out")
+
+
+def _check_vllm(config: Config) -> None:
+    sampler = config.sampler
+    for key in ("top_p", "top_k", "min_p"):
+        if _value(config, f"sampling.{key}") != (off := _default(f"sampling.{key}")):
+            raise ConfigError(
+                f"sampling.{key}",
+                f"truncates, and vLLM tells a token's log-prob after truncation only, while the loss needs the one before it: "
+                f'set it to {off:g} (off), or use sampler.kind = "embedded"',
+            )
+    for key in ("model.dtype", "model.param_dtype"):
+        if _value(config, key) == "float64":
+            raise ConfigError(key, 'vLLM does not compute in float64: use float32, or sampler.kind = "embedded"')
+    if len(set(sampler.urls)) < len(sampler.urls):
+        raise ConfigError("sampler.urls", "names a server twice")
+    if sampler.devices and len(sampler.devices) != sampler.replicas:
+        raise ConfigError(
+            "sampler.devices", f"{len(sampler.devices)} entries for sampler.replicas = {sampler.replicas}: one for each server"
+        )
+    if sampler.transport == "file" and sampler.shared_folder is None:
+        raise ConfigError("sampler.shared_folder", 'sampler.transport = "file" needs a folder that trainer and servers share')
 
 
 def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
@@ -282,6 +361,18 @@ def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
         yield "algorithm.normaliser_constant", f'algorithm.normaliser = "{algorithm.normaliser}"'
     if algorithm.loss == "cispo":
         yield "algorithm.clip_low", 'algorithm.loss = "cispo"'
+    sampler = config.sampler
+    embedded, started = (
+        ("page_size", "pages", "prefill_chunk"),
+        ("python", "replicas", "devices", "memory", "flags", "environment"),
+    )
+    vllm = (*started, "urls", "transport", "shared_folder", "cache", "start_seconds")
+    for key in vllm if sampler.kind == "embedded" else embedded:
+        yield f"sampler.{key}", f'sampler.kind = "{sampler.kind}"'
+    if sampler.urls:
+        yield from ((f"sampler.{key}", "sampler.urls: those servers run already") for key in started)
+    if sampler.transport not in ("auto", "file"):
+        yield "sampler.shared_folder", f'sampler.transport = "{sampler.transport}"'
     if config.mesh.context == 1:
         yield "attention.transport", "mesh.context = 1"
     if held_out == 0:

@@ -12,7 +12,19 @@ from jaxrl.config import Config, ConfigError, parse
 
 JOURNAL_HEADER = 16  # bytes of a journal's segment without a record
 # What may change between a run and its continuation: how far it goes, where it runs, what it shows.
-MAY_CHANGE = ("name", "out", "pipeline.steps", "mesh", "log")
+SERVERS = (
+    "python",
+    "urls",
+    "replicas",
+    "devices",
+    "memory",
+    "transport",
+    "shared_folder",
+    "start_seconds",
+    "environment",
+    "flags",
+)
+MAY_CHANGE = ("name", "out", "pipeline.steps", "mesh", "log", *(f"sampler.{key}" for key in SERVERS))
 
 
 def open_run(config: Config) -> Path:
