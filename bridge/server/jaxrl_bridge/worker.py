@@ -1,0 +1,234 @@
+"""What runs in every worker of vLLM: takes a publish's buckets, checks them, loads them into the model.
+
+`BridgeWorker` is vLLM's worker extension: its methods are called on every rank by `collective_rpc` and answer with plain
+data. A failure is an answer too ({"error": ..}), so that the gateway hears of every rank.
+"""
+
+import base64
+import functools
+import logging
+from dataclasses import dataclass, field
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from jaxrl_bridge import names
+from jaxrl_bridge.checksum import checksum, value
+from jaxrl_bridge.errors import BridgeError
+from jaxrl_bridge.sources import DTYPES, Sources, num_bytes
+
+logger = logging.getLogger("vllm.jaxrl_bridge")
+HOST_MEMORY = ("shm", "http", "file")
+
+
+@dataclass
+class Incoming:
+    """A publish as one worker sees it."""
+
+    publish_id: str
+    specs: dict[str, dict]
+    transport: str
+    staged: bool
+    seen: set[str] = field(default_factory=set)
+    loading: bool = False  # the model's weights are no longer those of one version
+    loaded: set[str] | None = field(default_factory=set)  # vLLM's names; None: this model does not tell
+    kept: list[tuple[list[dict], dict | list[torch.Tensor]]] = field(default_factory=list)  # staged: bucket, source or tensors
+
+
+def _answers(method):
+    """A worker's method as plain data: its result, or {"error": {"kind", "message"}, "loading"}."""
+
+    @functools.wraps(method)
+    def answer(self, *args):
+        try:
+            with set_current_vllm_config(self.vllm_config), torch.device(self.device), torch.inference_mode():
+                return method(self, *args)
+        except BridgeError as error:
+            failure = error
+        except Exception as error:  # whatever it was, every rank must answer and the gateway decide
+            logger.exception("the bridge's %s failed", method.__name__)
+            failure = BridgeError("internal", f"{type(error).__name__}: {error}")
+        incoming = self.__dict__.get("bridge_incoming")
+        return failure.as_json() | {"loading": incoming is not None and incoming.loading}
+
+    return answer
+
+
+class BridgeWorker:
+    """Worker extension. Its methods' names must not collide with a worker's, so each begins with `bridge_`."""
+
+    @_answers
+    def bridge_info(self) -> dict:
+        device = torch.device(self.device)
+        uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+        return {"device": device.type, "uuid": uuid, "dtype": str(self.model_config.dtype).removeprefix("torch.")}
+
+    @_answers
+    def bridge_begin(self, publish_id: str, manifest: dict, transport: str, staged: bool, group: dict | None) -> dict:
+        """Compares the manifest with the model. Nothing is loaded."""
+        if self.model_config.quantization is not None:
+            raise BridgeError("bad_request", f"the server's weights are quantised ({self.model_config.quantization})")
+        specs = {spec["name"]: spec for spec in manifest["tensors"]}
+        _compare(
+            self.bridge_model(), self.model_config, self.parallel_config.tensor_parallel_size, specs, len(manifest["tensors"])
+        )
+        sources = self.bridge_sources()
+        sources.forget_removed()
+        if group is not None:
+            sources.join(base64.b64decode(group["unique_id"]), group["world_size"], 1 + self.rank)
+        self.bridge_incoming = Incoming(publish_id, specs, transport, staged)
+        return {}
+
+    @_answers
+    def bridge_bucket(self, publish_id: str, bucket: list[dict], source: dict) -> dict:
+        """Takes a bucket: loads it, or keeps it until commit. Checksums first, so that a damaged bucket changes nothing."""
+        incoming = self.bridge_current(publish_id)
+        specs = []
+        for entry in bucket:
+            if entry["name"] not in incoming.specs:
+                raise BridgeError("mismatch", f"{entry['name']} is not in the manifest")
+            if entry["name"] in incoming.seen:
+                raise BridgeError("mismatch", f"{entry['name']} was sent twice")
+            incoming.seen.add(entry["name"])
+            specs.append(incoming.specs[entry["name"]])
+        if incoming.staged and incoming.transport in HOST_MEMORY:
+            incoming.kept.append((bucket, source))
+        else:
+            tensors = self.bridge_sources().tensors(incoming.transport, source, specs, bucket)
+            _verify(bucket, tensors)
+            if incoming.staged:
+                incoming.kept.append((bucket, [tensor.clone() for tensor in tensors]))
+            else:
+                self.bridge_load(incoming, bucket, tensors)
+            self.bridge_wait()
+        return {"num_bytes": sum(num_bytes(spec) for spec in specs)}
+
+    @_answers
+    def bridge_commit(self, publish_id: str) -> dict:
+        """Loads what was staged and checks that the model is whole."""
+        incoming = self.bridge_current(publish_id)
+        if missing := [name for name in incoming.specs if name not in incoming.seen]:
+            raise BridgeError("mismatch", f"{len(missing)} tensors of the manifest were not sent, the first is {missing[0]}")
+        while incoming.kept:
+            bucket, held = incoming.kept.pop(0)
+            if isinstance(held, dict):
+                specs = [incoming.specs[entry["name"]] for entry in bucket]
+                held = self.bridge_sources().tensors(incoming.transport, held, specs, bucket)
+                _verify(bucket, held)
+            self.bridge_load(incoming, bucket, held)
+        model = self.bridge_model()
+        if not self.bridge_in_place():
+            finalize_layerwise_reload(model, self.model_config)
+            _repack_tied_head(model)
+        self.bridge_wait()
+        if incoming.loaded is not None:
+            tied = names.tied(self.model_config)
+            expected = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters() if "lora" not in name}
+            left = sorted(n for n in expected - incoming.loaded if not (tied and n.startswith("lm_head")))
+            if left:
+                raise BridgeError("mismatch", f"{len(left)} parameters of vLLM's model were not loaded, the first is {left[0]}")
+        if reset := getattr(self.model_runner, "reset_lora_state", None):
+            reset()
+        self.bridge_incoming = None
+        return {}
+
+    @_answers
+    def bridge_abort(self, publish_id: str) -> dict:
+        """Drops a publish. Weights already loaded stay: the gateway keeps the server paused."""
+        incoming = self.__dict__.get("bridge_incoming")
+        if incoming is None or incoming.publish_id != publish_id:
+            return {"loading": False}
+        if incoming.loading and not self.bridge_in_place():
+            finalize_layerwise_reload(self.bridge_model(), self.model_config)
+        self.bridge_incoming = None
+        return {"loading": incoming.loading}
+
+    @_answers
+    def bridge_close(self) -> dict:
+        self.bridge_sources().close()
+        return {}
+
+    def bridge_model(self) -> torch.nn.Module:
+        return self.model_runner.get_model()
+
+    def bridge_sources(self) -> Sources:
+        if "bridge_open_sources" not in self.__dict__:
+            self.bridge_open_sources = Sources(torch.device(self.device))
+        return self.bridge_open_sources
+
+    def bridge_current(self, publish_id: str) -> Incoming:
+        incoming = self.__dict__.get("bridge_incoming")
+        if incoming is None or incoming.publish_id != publish_id:
+            raise BridgeError("bad_request", f"no publish {publish_id} is open")
+        return incoming
+
+    def bridge_in_place(self) -> bool:
+        """True where vLLM uses weights as they are loaded, so that loading over them is all there is to do."""
+        if torch.device(self.device).type != "cuda":
+            return False  # packed for the CPU's kernels
+        plain = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+        return (
+            all(
+                getattr(layer, "quant_method", None) is None or type(layer.quant_method) in plain
+                for layer in self.bridge_model().modules()
+            )
+            and not self.model_config.use_mla
+        )
+
+    def bridge_load(self, incoming: Incoming, bucket: list[dict], tensors: list[torch.Tensor]) -> None:
+        model, in_place = self.bridge_model(), self.bridge_in_place()
+        if not incoming.loading:
+            incoming.loading = True
+            if not in_place:
+                initialize_layerwise_reload(model)
+        for entry, tensor in zip(bucket, tensors, strict=True):
+            # A reload by layer holds on to tensors until their layer is complete, longer than the source may be read.
+            weight = tensor if in_place else tensor.clone()
+            try:
+                loaded = model.load_weights([(entry["name"], weight)])
+            except Exception as error:
+                raise BridgeError("mismatch", f"vLLM cannot load {entry['name']}: {type(error).__name__}: {error}") from error
+            incoming.loaded = None if loaded is None or incoming.loaded is None else incoming.loaded | loaded
+
+    def bridge_wait(self) -> None:
+        if torch.device(self.device).type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _compare(model: torch.nn.Module, model_config, tensor_parallel: int, specs: dict[str, dict], count: int) -> None:
+    """Raises BridgeError (mismatch) unless the manifest is exactly the model's tensors."""
+    if len(specs) != count:
+        raise BridgeError("mismatch", "the manifest names a tensor twice")
+    expected = names.expected_tensors(model, names.tied(model_config), tensor_parallel)
+    rename = names.mapper(model)
+    found = set()
+    for name, spec in specs.items():
+        if spec["dtype"] not in DTYPES:
+            raise BridgeError("mismatch", f"{name} has dtype {spec['dtype']}; known are {', '.join(DTYPES)}")
+        if (target := rename(name)) not in expected:
+            raise BridgeError("mismatch", f"the server's model has no tensor {name}")
+        if (shape := expected[target]) is not None and tuple(spec["shape"]) != shape:
+            raise BridgeError("mismatch", f"{name} has shape {spec['shape']}, the server's model wants {list(shape)}")
+        found.add(target)
+    if missing := [name for name in expected if name not in found]:
+        raise BridgeError(
+            "mismatch", f"the manifest lacks {len(missing)} tensors of the server's model, the first is {missing[0]}"
+        )
+
+
+def _verify(bucket: list[dict], tensors: list[torch.Tensor]) -> None:
+    """Raises BridgeError (mismatch) unless every checksum is right. One wait for the device for the whole bucket."""
+    sums = torch.stack([checksum(tensor) for tensor in tensors]).tolist()
+    for entry, total in zip(bucket, sums, strict=True):
+        if value(total) != entry["checksum"]:
+            raise BridgeError("mismatch", f"{entry['name']} has checksum {value(total)}, the trainer sent {entry['checksum']}")
+
+
+def _repack_tied_head(model: torch.nn.Module) -> None:
+    """A head that shares the embedding's weight is not loaded by name, so its packed copy must be made anew."""
+    for layer in model.modules():
+        if isinstance(layer, VocabParallelEmbedding) and isinstance(layer.quant_method, UnquantizedEmbeddingMethod):
+            layer.quant_method.process_weights_after_loading(layer)
