@@ -2,7 +2,9 @@
 PYTHON := .venv/bin/python
 EXTRAS ?= dev
 
-.PHONY: quickstart test install lint lock
+VLLM ?= cpu
+
+.PHONY: quickstart test install lint lock vllm-env
 
 install:
 	@sh bootstrap.sh "$(EXTRAS)"
@@ -17,6 +19,10 @@ test: install lint
 lint: install
 	.venv/bin/ruff check .
 	.venv/bin/lint-imports
+
+# vLLM's own environment, .vllm, with the server side of the bridge in it. VLLM=gpu for CUDA.
+vllm-env:
+	@sh bridge/server/install.sh "$(VLLM)" .vllm
 
 # Long proofs: tests/proofs/proof_NAME.py; the last log of each is committed under docs/proofs/.
 verify-%: install

@@ -17,7 +17,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from jaxrl_bridge.adapters import Adapters
 from jaxrl_bridge.errors import STATUS, BridgeError
-from jaxrl_bridge.publish import Publisher
+from jaxrl_bridge.publish import Publisher, tell_version
 from jaxrl_bridge.streams import Streams
 
 logger = logging.getLogger("vllm.jaxrl_bridge")
@@ -53,6 +53,9 @@ class Gateway:
             await self.bridge.handle(scope, receive, send)
         except BridgeError as error:
             await _json(send, error.as_json(), STATUS[error.kind])
+        except Exception as error:  # an answer before it reaches vLLM's handlers, whose form is another
+            logger.exception("%s %s failed", scope["method"], scope["path"])
+            await _json(send, BridgeError("internal", f"{type(error).__name__}: {error}").as_json(), 500)
 
 
 class _Bridge:
@@ -69,6 +72,7 @@ class _Bridge:
     async def create(cls, state) -> "_Bridge":
         bridge = cls(state, {})
         bridge.info = await bridge.workers("bridge_info")
+        await tell_version(bridge.engine, UNPUBLISHED)
         return bridge
 
     async def workers(self, method: str, *args) -> dict:
