@@ -1,69 +1,95 @@
-"""The process above an environment worker: it sees to it that nothing the worker started outlives it.
+"""The process above one that may leave others behind: it sees to it that nothing the child started outlives it.
 
-    trainer ── stdin ──> supervisor ── fork ──> worker ──> tools, and theirs
+    trainer ── stdin ──> supervisor ── fork ──> environment worker, or vLLM server ──> tools and workers, and theirs
 
-It ends everything when the worker ends, and when its stdin ends: the trainer hung up or was killed. On Linux it is the
-subreaper of what is below it, so tools that detached themselves, into a session of their own too, become its children when
-their parent dies and are found; elsewhere only the worker's process group is. It forks before anything is imported, and stays
+It ends everything when the child ends, and when its stdin ends: the trainer hung up or was killed. On Linux it is the
+subreaper of what is below it, so processes that detached themselves, into a session of their own too, become its children when
+their parent dies and are found; elsewhere only the child's process group is. It forks before anything is imported, and stays
 small.
 """
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
 import threading
+import time
 import traceback
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 PARENT_DEATH_SIGNAL, CHILD_SUBREAPER = 1, 36  # options of prctl(2)
-BY_SIGNAL = 128  # exit status of a worker that died by a signal, less the signal's number: as of a shell
+BY_SIGNAL = 128  # exit status of a child that died by a signal, less the signal's number: as of a shell
 
 
 def main(arguments: dict[str, Any]) -> None:
-    """Entry point. arguments: socket and pulse, file descriptors for the worker alone."""
+    """Entry point above an environment worker. arguments: socket and pulse, file descriptors for the worker alone."""
+
+    def become_worker():
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        from jaxrl.rollout import worker  # seconds of imports, which the supervisor does without
+
+        worker.main(arguments)
+
+    supervise(become_worker, (arguments["socket"], arguments["pulse"]))
+
+
+def run_command(arguments: dict[str, Any]) -> None:
+    """Entry point above a program. arguments: command, a list; grace_seconds, which it gets to end by itself."""
+
+    def become_program():
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        command = arguments["command"]
+        os.execv(command[0], command)
+
+    supervise(become_program, grace_seconds=arguments["grace_seconds"])
+
+
+def supervise(become: Callable[[], None], for_child: Sequence[int] = (), grace_seconds: float = 0.0) -> NoReturn:
+    """Forks; the child is what `become` makes of it. `for_child`: file descriptors that it alone keeps. Told to end by the end
+    of stdin, it sends SIGTERM and SIGKILL after `grace_seconds`; by a byte, or without grace, SIGKILL at once."""
     _prctl(CHILD_SUBREAPER, 1)
     supervisor = os.getpid()
-    worker = os.fork()
-    if worker == 0:
-        _become_worker(arguments, supervisor)
-    os.setpgid(worker, worker)
-    for descriptor in (arguments["socket"], arguments["pulse"]):
+    child = os.fork()
+    if child == 0:
+        _become(become, supervisor)
+    with contextlib.suppress(PermissionError):  # it is another program by now, and did so itself
+        os.setpgid(child, child)
+    for descriptor in for_child:
         os.close(descriptor)
-    threading.Thread(target=_end_with_stdin, args=(worker,), daemon=True).start()
-    while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT).si_pid) != worker:
-        os.waitpid(ended, 0)  # a tool that lost its parent
-    _end_group(worker)  # before it is reaped: until then its number is its own
-    status = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
+    threading.Thread(target=_end_with_stdin, args=(child, grace_seconds), daemon=True).start()
+    while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT).si_pid) != child:
+        os.waitpid(ended, 0)  # a process that lost its parent
+    _end_group(child)  # before it is reaped: until then its number is its own
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     _end_children()
     os._exit(status if status >= 0 else BY_SIGNAL - status)
 
 
-def _become_worker(arguments: dict[str, Any], supervisor: int) -> None:
-    """Never returns: what follows in `main` is the supervisor's."""
+def _become(become: Callable[[], None], supervisor: int) -> NoReturn:
     try:
         _prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
         os.setpgid(0, 0)  # here and above: whichever comes first
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         if os.getppid() == supervisor:  # or it died before prctl
-            from jaxrl.rollout import worker  # seconds of imports, which the supervisor does without
-
-            worker.main(arguments)
+            become()
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(1)
 
 
-def _end_with_stdin(worker: int) -> None:
-    while os.read(0, 1):
-        pass
-    _end_group(worker)
+def _end_with_stdin(child: int, grace_seconds: float) -> None:
+    at_once = os.read(0, 1)
+    if grace_seconds and not at_once:
+        os.kill(child, signal.SIGTERM)
+        time.sleep(grace_seconds)  # when the child ends, so does this process
+    _end_group(child)
 
 
-def _end_group(worker: int) -> None:
+def _end_group(child: int) -> None:
     try:
-        os.killpg(worker, signal.SIGKILL)
+        os.killpg(child, signal.SIGKILL)
     except ProcessLookupError:
         pass  # nothing of it is left
 
