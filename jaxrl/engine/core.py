@@ -25,6 +25,7 @@ from jaxrl.engine.programs import MAX_STEPS, STOP_IDS, Programs, Slots, Steps, T
 from jaxrl.engine.sampling import Controls
 from jaxrl.engine.stopping import StopStrings
 from jaxrl.models.architecture import Architecture
+from jaxrl.rollout.admission import admit
 from jaxrl.rollout.protocol import SampledTokens, SamplerError, SamplingParams
 
 # A dispatch of decode aims at this long: short enough that requests, cancellations and weights are taken up promptly,
@@ -110,20 +111,7 @@ class Engine:
 
     def make_request(self, prompt: Sequence[int], params: SamplingParams, priority: int, sink: Any = None) -> Request:
         """Raises SamplerError if the prompt cannot be generated from. Thread-safe: reads constants only."""
-        ids = tuple(int(token) for token in prompt)
-        if not ids:
-            raise SamplerError("the prompt is empty: it needs at least one token")
-        if len(ids) >= self.config.max_length:
-            raise SamplerError(
-                f"a prompt of {len(ids)} tokens leaves no room in sampler.max_length = {self.config.max_length}: raise it or "
-                "shorten the prompt"
-            )
-        if min(ids) < 0 or max(ids) >= self._vocab_size:
-            raise SamplerError(f"the prompt has token ids outside the model's vocabulary of {self._vocab_size}")
-        if params.max_tokens < 1:
-            raise SamplerError("sampling.max_tokens must be at least 1")
-        if not 0 <= params.num_continued < len(ids):
-            raise SamplerError(f"num_continued = {params.num_continued}: a prompt of {len(ids)} tokens does not have that many")
+        ids = admit(prompt, params, self.config.max_length, self._vocab_size)
         if params.stop_strings and self._decode_text is None:
             raise SamplerError("sampling.stop needs a tokenizer: this sampler was made without one")
         stop_ids = self._eos | frozenset(params.stop_token_ids)
