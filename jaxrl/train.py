@@ -29,10 +29,11 @@ def main(arguments: Sequence[str]) -> int:
     from jaxrl.models.safetensors_files import CheckpointFileError
     from jaxrl.pipeline.journal import JournalError
     from jaxrl.pipeline.run import RunError, run
-    from jaxrl.samplers import make_sampler
+    from jaxrl.samplers import make_sampler, share_gpus
     from jaxrl.trainer.processes import ProcessError, initialize
 
     try:
+        share_gpus(config)
         initialize()
         summary = run(config, make_sampler)
     except (ConfigError, ProcessError, UnsupportedModelError, CheckpointFileError) as error:

@@ -30,17 +30,21 @@ from jaxrl.pipeline.start import restore_or_start
 from jaxrl.pipeline.warm_start import read_traces, warm_start
 from jaxrl.rollout.checked import CheckedSampler
 from jaxrl.rollout.episodes import EpisodeRunner, length_limit
-from jaxrl.rollout.protocol import Sampler
+from jaxrl.rollout.protocol import Sampler, SamplerError
 from jaxrl.trainer.gather import gather
 from jaxrl.trainer.processes import POLL_SECONDS, Action, Peers, ProcessError, Record
 from jaxrl.trainer.state import TrainState, variables_of
 
-MakeSampler = Callable[..., Sampler]  # (config, architecture, variables, version, tokenizer, eos_ids)
+Weights = tuple[Any, int]  # the decoder's pytree and its policy version
+# (config, architecture, tokenizer, eos_ids, the run's folder, weights to begin with, once there are any)
+MakeSampler = Callable[..., Awaitable[Sampler]]
+
+SIGNAL_SECONDS = 0.2  # between two looks for a signal
 
 
 def run(config: Config, make_sampler: MakeSampler) -> dict[str, Any] | None:
     """Runs, or continues, the run a config describes; returns its summary, on process 0 alone if there are several: each
-    of them calls this. `make_sampler` makes what generates, from the weights to begin with: `jaxrl.samplers.make_sampler`.
+    of them calls this. `make_sampler` makes what generates: `jaxrl.samplers.make_sampler`.
     Raises ConfigError and errors that name a file or tensor before anything expensive starts, RunError for what goes
     wrong later."""
     if jax.process_index() == 0:
@@ -99,15 +103,23 @@ async def _run_in(
     packer = Packer(config, parts.limits)
     trainer_thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
     on_trainer = _on(trainer_thread)
+    first_weights: asyncio.Future[Weights] = asyncio.get_running_loop().create_future()
+    # Servers take their time to start, so they do it while the weights are read and the step is compiled.
+    making = asyncio.create_task(
+        make_sampler(config, parts.architecture, parts.tokenizer, parts.eos_ids, folder, first_weights)
+    )
     try:
-        warm = partial(_warm_start, parts, traces, folder, peers, lambda: not events.empty())
-        state, host = await on_trainer(restore_or_start, parts, folder, checkpoints, saved, warm)
+        await asyncio.sleep(0)  # it says at once what of the config cannot work
+        if making.done():
+            await _made(making, config, lambda: False)
+        warm = partial(_warm_start, parts, traces, folder, peers, lambda: not events.empty() or making.done())
+        restoring = on_trainer(restore_or_start, parts, folder, checkpoints, saved, warm)
+        state, host = await _unless_failed(making, restoring, config)
         step = int(state.step)
         frozen = await on_trainer(gather, state.frozen)
-        weights = variables_of(await on_trainer(gather, state.trainable), frozen)
-        sampler = make_sampler(config, parts.architecture, weights, step, parts.tokenizer, parts.eos_ids)
-        del weights
-        sampler = CheckedSampler(sampler, step)
+        first_weights.set_result((variables_of(await on_trainer(gather, state.trainable), frozen), step))
+        del first_weights
+        sampler = CheckedSampler(await _made(making, config, lambda: not events.empty()), step)
         runner = EpisodeRunner(
             config.env,
             sampler,
@@ -148,10 +160,33 @@ async def _run_in(
             await runner.close()
             await sampler.close()
     finally:
+        making.cancel()
+        await asyncio.wait([making])  # what it started ends with it
         packer.close()
         trainer_thread.shutdown()
         journal.close()
         checkpoints.close()
+
+
+async def _unless_failed(making: asyncio.Task[Sampler], work: Awaitable[Any], config: Config) -> Any:
+    """What `work` gives; if meanwhile no sampler can be made, that is raised."""
+    work = asyncio.ensure_future(work)
+    await asyncio.wait((work, making), return_when=asyncio.FIRST_COMPLETED)
+    if making.done():
+        await asyncio.wait([work])  # a thread cannot be left
+        await _made(making, config, lambda: False)
+    return await work
+
+
+async def _made(making: asyncio.Task[Sampler], config: Config, is_signalled: Callable[[], bool]) -> Sampler:
+    while not making.done():
+        if is_signalled():
+            raise RunError(f"stopped by a signal while the sampler started\n{kept(config)}")
+        await asyncio.wait([making], timeout=SIGNAL_SECONDS)
+    try:
+        return making.result()
+    except SamplerError as error:
+        raise RunError(f"{error}\n{kept(config)}") from error
 
 
 def _on(thread: ThreadPoolExecutor) -> Callable[..., Awaitable[Any]]:

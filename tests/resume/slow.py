@@ -39,7 +39,11 @@ if __name__ == "__main__":
     how = json.loads(Path(sys.argv[1]).with_name("slow.json").read_text())
     salt = int.from_bytes(os.urandom(4)) if how["fresh"] else 0
     make_sampler = jaxrl.samplers.make_sampler
-    jaxrl.samplers.make_sampler = lambda *arguments: Slow(make_sampler(*arguments), how["seconds"], salt)
+
+    async def make_slow(*arguments):
+        return Slow(await make_sampler(*arguments), how["seconds"], salt)
+
+    jaxrl.samplers.make_sampler = make_slow
     if how["forgets"]:
         Journal.partials = lambda self, wanted: {}
     sys.exit(main(sys.argv[1:]))
