@@ -74,7 +74,8 @@ async def _once(
         if isinstance(error, Mismatch):
             raise _Damaged(api.url, str(error)) from error
         raise
-    return PublishReport(version, report["num_bytes"], time.monotonic() - began, report["num_continued"])
+    seconds = time.monotonic() - began
+    return PublishReport(version, report["num_bytes"], seconds, report["num_continued"], report["stop_seconds"])
 
 
 async def _send(api: ServerApi, publish_id: str, buckets: Iterator[list[Unit]], transport: Transport) -> None:

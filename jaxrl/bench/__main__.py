@@ -3,7 +3,7 @@
 import importlib
 import sys
 
-BENCHES = ("packing", "generate", "context", "tree-attention", "train-step")
+BENCHES = ("packing", "generate", "context", "tree-attention", "train-step", "publish")
 
 
 def main(argv: list[str]) -> int:

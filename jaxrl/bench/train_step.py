@@ -48,7 +48,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--variants", nargs="+", default=("tree", "flat"), choices=("tree", "flat"))
     parser.add_argument("--peak-tflops", type=float, default=989.0, help="of the device in bfloat16, dense")
     options = parser.parse_args(argv)
-    architecture = _architecture(options.shape)
+    architecture = qwen3(options.shape)
     seconds = {}
     for variant in options.variants:
         seconds[variant] = _measure(variant, architecture, options)
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> None:
         print(json.dumps({"bench": "train-step", "shape": options.shape, "gain": round(gain, 2)}), flush=True)
 
 
-def _architecture(shape: str) -> Architecture:
+def qwen3(shape: str) -> Architecture:
     hidden, mlp, layers, heads, tied = SHAPES[shape]
     return Architecture.from_hf(
         {

@@ -60,6 +60,7 @@ class PublishReport:
     num_bytes: int
     seconds: float
     num_continued: int  # generations that were running and went on under the new weights
+    stop_seconds: float | None = None  # of `seconds`, in which no token was computed; None: not measured
 
 
 @dataclass(frozen=True)
