@@ -4,10 +4,11 @@ A server starts with random weights of the run's architecture (its folder holds 
 sends every weight before the first request, so no checkpoint is read twice.
 """
 
-import asyncio
+import functools
 import json
 import math
 import os
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,30 +51,28 @@ class Interpreter:
     device: str  # "cpu" or "cuda": what its torch is built for
 
 
-async def find_interpreter(config: SamplerConfig) -> Interpreter:
+@functools.cache
+def find_interpreter(config: SamplerConfig) -> Interpreter:
     """Raises ConfigError naming `sampler.python` if it is missing, or lacks vLLM or the server's side of the bridge."""
     python = os.path.abspath(config.python)  # not resolved: a virtual environment is where the link is
     if not os.access(python, os.X_OK):
         raise ConfigError("sampler.python", f"no interpreter at {python}: {HINT}")
-    process = await asyncio.create_subprocess_exec(
-        python,
-        "-c",
-        PROBE,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env=_environment(config),
-        cwd="/",
-    )
     try:
-        out, complaint = await asyncio.wait_for(process.communicate(), PROBE_SECONDS)
-        found = json.loads(out.splitlines()[-1])
-    except TimeoutError:
-        process.kill()
+        answer = subprocess.run(
+            [python, "-c", PROBE],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            env=_environment(config),
+            cwd="/",
+            timeout=PROBE_SECONDS,
+        )
+        found = json.loads(answer.stdout.splitlines()[-1])
+    except subprocess.TimeoutExpired:
         raise ConfigError("sampler.python", f"{python} did not answer within {PROBE_SECONDS:g} s") from None
-    except (IndexError, ValueError):
-        said = complaint.decode(errors="replace").strip().splitlines()
-        raise ConfigError("sampler.python", f"{python} is no Python that works: {said[-1] if said else 'no output'}") from None
+    except (OSError, IndexError, ValueError):
+        raise ConfigError("sampler.python", f"{python} is no Python that works: {HINT}") from None
     if not found["vllm"]:
         raise ConfigError("sampler.python", f"{python} has no vllm: {HINT}")
     if found["bridge"]:

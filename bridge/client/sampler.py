@@ -6,18 +6,29 @@ is the policy's and the behaviour's at once. At temperature 0 it is the policy's
 """
 
 import asyncio
+import os
 import resource
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bridge.client.fleet import Fleet
+from bridge.client.launch import find_interpreter, launches
+from bridge.client.link import LinkSettings
+from bridge.client.process import KEY_VARIABLE, Launch
+from bridge.client.replica import Attached
+from bridge.client.segments import run_id, sweep
+from jaxrl.config import Config, ConfigError
 from jaxrl.data import Source
 from jaxrl.engine.stopping import StopStrings
+from jaxrl.models.architecture import Architecture
 from jaxrl.rollout.admission import admit
 from jaxrl.rollout.protocol import (
     Completion,
@@ -48,6 +59,7 @@ class VllmSampler:
         self._eos_ids = frozenset(eos_ids)
         self._max_length, self._vocab_size = max_length, vocab_size
         self._dtype = jnp.dtype(dtype)
+        self._base: Any = None  # under adapters
 
     async def stream(self, prompt_ids: Sequence[int], params: SamplingParams, priority: int = 0) -> AsyncIterator[Completion]:
         prompt = admit(prompt_ids, params, self._max_length, self._vocab_size)
@@ -78,10 +90,9 @@ class VllmSampler:
         return Completion(join([part.tokens for part in parts]), parts[-1].finish_reason)
 
     async def publish(self, weights: Any, version: int, in_flight: bool) -> PublishReport:
-        """As the protocol has it. The servers get a copy in their own dtype, which is kept until the next publish: a server
-        that has to be started again gets it again."""
-        copy = await asyncio.to_thread(self._copy, weights)
-        return await self._fleet.publish(copy, version, in_flight)
+        """As the protocol has it. The servers get a copy, which is kept until the next publish: a server that has to be
+        started again gets it again."""
+        return await self._fleet.publish(await asyncio.to_thread(self._copy, weights), version, in_flight)
 
     def load(self) -> SamplerLoad:
         return self._fleet.load()
@@ -90,12 +101,62 @@ class VllmSampler:
         await self._fleet.close()
 
     def _copy(self, weights: Any) -> Any:
-        return jax.block_until_ready(jax.tree.map(self._copy_leaf, weights))
+        """In the servers' dtype; a base under adapters, which stays the same, is copied once."""
+        if "lora" in weights and self._base is None:
+            self._base = self._cast(weights["params"])
+        if "lora" in weights:
+            return {"params": self._base, "lora": jax.tree.map(np.array, weights["lora"])}
+        return {"params": self._cast(weights["params"])}
 
-    def _copy_leaf(self, x: Any) -> Any:
-        if isinstance(x, np.ndarray):
-            return x.astype(self._dtype)
-        return jnp.array(x, self._dtype, copy=True)
+    def _cast(self, params: Any) -> Any:
+        def leaf(x):
+            return x.astype(self._dtype) if isinstance(x, np.ndarray) else jnp.array(x, self._dtype, copy=True)
+
+        return jax.block_until_ready(jax.tree.map(leaf, params))
+
+
+async def start_sampler(
+    config: Config,
+    architecture: Architecture,
+    decode: Callable[[list[int]], str],
+    eos_ids: Sequence[int],
+    folder: Path,
+    weights: Awaitable[tuple[Any, int]],
+) -> VllmSampler:
+    """Starts, or attaches to, the servers of `config.sampler`, gives them `weights` when these are there, and returns the
+    sampler over them. Raises ConfigError and SamplerError; whatever was started is ended then, as when this is cancelled."""
+    settings = config.sampler
+    name = run_id(folder)
+    sweep(name)
+    allow_connections(config.env.concurrency)
+    links = LinkSettings(settings, architecture, config.model.lora, name)
+    fleet = Fleet(_servers(config, architecture, folder), links.open)
+    sampler = VllmSampler(
+        fleet,
+        decode=decode,
+        eos_ids=eos_ids,
+        max_length=min(settings.max_length, architecture.context_length),
+        vocab_size=architecture.vocab_size,
+        dtype=settings.dtype,
+    )
+    try:
+        await fleet.start()
+        variables, version = await weights
+        await sampler.publish(variables, version, in_flight=False)
+    except BaseException:
+        await sampler.close()
+        raise
+    return sampler
+
+
+def _servers(config: Config, architecture: Architecture, folder: Path) -> list[Launch] | list[Attached]:
+    settings = config.sampler
+    if settings.urls:
+        key = os.environ.get(KEY_VARIABLE)
+        if not key:
+            raise ConfigError("sampler.urls", f"set {KEY_VARIABLE} in the environment: those servers answer nobody without it")
+        return [Attached(url, key) for url in settings.urls]
+    return launches(settings, architecture, config.model.lora, find_interpreter(settings), folder, secrets.token_urlsafe(32))
 
 
 def sampled_tokens(line: Mapping[str, Any], temperature: float) -> SampledTokens:

@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import os
 import re
+import shutil
 from pathlib import Path
 
 SHM = Path("/dev/shm")
@@ -29,7 +30,7 @@ def sweep(own: str, shm: Path = SHM) -> None:
             continue
         if match["run"] == run or not _exists(int(match["pid"])):
             with contextlib.suppress(FileNotFoundError, PermissionError):  # swept by another meanwhile, or another user's
-                path.unlink()
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _exists(pid: int) -> bool:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 PARENT_DEATH_SIGNAL, CHILD_SUBREAPER = 1, 36  # options of prctl(2)
+LAST_SECONDS = 2.0  # for what a program leaves behind to end by itself
 BY_SIGNAL = 128  # exit status of a child that died by a signal, less the signal's number: as of a shell
 
 
@@ -61,6 +62,8 @@ def supervise(become: Callable[[], None], for_child: Sequence[int] = (), grace_s
     threading.Thread(target=_end_with_stdin, args=(child, grace_seconds), daemon=True).start()
     while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT).si_pid) != child:
         os.waitpid(ended, 0)  # a process that lost its parent
+    if grace_seconds:
+        _wait_for_others(child, LAST_SECONDS)
     _end_group(child)  # before it is reaped: until then its number is its own
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     _end_children()
@@ -85,6 +88,15 @@ def _end_with_stdin(child: int, grace_seconds: float) -> None:
         os.kill(child, signal.SIGTERM)
         time.sleep(grace_seconds)  # when the child ends, so does this process
     _end_group(child)
+
+
+def _wait_for_others(child: int, seconds: float) -> None:
+    """Until the ended child left no other behind: Python's resource tracker frees shared memory after its process."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and (others := [pid for pid in _children() if pid != child]):
+        for pid in others:
+            os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.02)
 
 
 def _end_group(child: int) -> None:
