@@ -54,7 +54,10 @@ class ServerApi:
         self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams, priority: int = 0
     ) -> AsyncIterator[dict[str, Any]]:
         """Lines of a generation as they come, each {"ids", "logp", "versions"}, the last with "finish_reason". Stop strings
-        are the caller's. Closing the iterator aborts the generation there. A stream that ends early raises Unreachable."""
+        are the caller's. Closing the iterator aborts the generation there. A stream that ends early raises Unreachable.
+
+        `params.seed` is not sent: a generator per request costs vLLM a kernel each in every step, and on a CPU it ends the engine
+        when a prefill is cut into chunks."""
         body = {
             "request_id": request_id,
             "prompt_ids": list(prompt_ids),
@@ -64,7 +67,6 @@ class ServerApi:
             "top_k": params.top_k,
             "min_p": params.min_p,
             "stop_token_ids": list(params.stop_token_ids),
-            "seed": params.seed,
             "priority": priority,
         }
         timeout = httpx.Timeout(REPLY_SECONDS, connect=CONNECT_SECONDS, read=LINE_SECONDS)
