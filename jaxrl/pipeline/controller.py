@@ -7,10 +7,11 @@ the buffer: accepted = step · G + training + buffered. A group is submitted whi
 
     accepted + running < (max_lag + published + 1) · G,
 
-with `published` the version the sampler serves. Accepted is derived, never counted: a group that
+with G the most groups of a step and `published` the version the sampler serves. A number of workers and a queue
+are further limits: a finished group that the queue has no place for holds its worker. Accepted is derived, never counted: a group that
 leaves (no variance, failed, stale) leaves the sum at once, so the run cannot stall on a leak.
 
-Order. Batches take the oldest buffered groups. A running group may be passed by at most window - 1
+Order. Batches take the oldest buffered groups, as soon as there are enough of them, and up to G. A running group may be passed by at most window - 1
 later ones, and never when that would make a group stale: a group sampled from version v can be
 trained until step v + max_lag, and a batch is held back while the groups it leaves behind could no
 longer all be trained in time at G a step. Dropping a stale group is what remains when all this failed.
@@ -20,167 +21,36 @@ sync has no admission beyond its own step: groups step · G to (step + 1) · G -
 
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Literal
+
+from jaxrl.pipeline.events import (
+    Action,
+    Broken,
+    Checkpoint,
+    CheckpointDone,
+    ControllerConfig,
+    DropGroup,
+    EvalDone,
+    Evaluate,
+    Event,
+    Fail,
+    GroupFailed,
+    GroupFinished,
+    Publish,
+    PublishDone,
+    PublishFailed,
+    Retune,
+    Signal,
+    Stop,
+    SubmitGroup,
+    Tick,
+    Train,
+    TrainDone,
+    TrainFailed,
+)
 
 # Groups without variance tolerated per step, in batches: past it the step is taken with what there is,
 # even nothing, so that a policy that solves every task (or none) still ends its run.
 BARREN_BATCHES = 8
-
-
-@dataclass(frozen=True)
-class ControllerConfig:
-    mode: Literal["sync", "async", "inflight"]
-    steps: int
-    groups_per_step: int
-    max_lag: int
-    window: int
-    checkpoint_every: int
-    eval_every: int = 0  # 0: no evaluation on the way
-    eval_at_start: bool = False
-    eval_at_end: bool = False
-    checkpoint_at_start: bool = False
-    publish_timeout: float = 600.0  # seconds
-
-
-# Events: what happened.
-
-
-@dataclass(frozen=True)
-class GroupFinished:
-    index: int
-    oldest_version: int  # of its trainable tokens
-    informative: bool  # False: every advantage is 0
-
-
-@dataclass(frozen=True)
-class GroupFailed:
-    """Every episode of the group failed."""
-
-    index: int
-    cause: str
-
-
-@dataclass(frozen=True)
-class TrainDone:
-    pass
-
-
-@dataclass(frozen=True)
-class TrainFailed:
-    cause: str
-    state_intact: bool  # the weights before the step are still there, and can be saved
-
-
-@dataclass(frozen=True)
-class PublishDone:
-    version: int
-
-
-@dataclass(frozen=True)
-class PublishFailed:
-    version: int
-    cause: str
-
-
-@dataclass(frozen=True)
-class EvalDone:
-    pass
-
-
-@dataclass(frozen=True)
-class Broken:
-    """Something other than the trainer cannot go on: the sampler, say."""
-
-    cause: str
-
-
-@dataclass(frozen=True)
-class CheckpointDone:
-    pass
-
-
-@dataclass(frozen=True)
-class Signal:
-    name: str
-
-
-@dataclass(frozen=True)
-class Tick:
-    """Time passed, or the run begins."""
-
-
-Event = (
-    GroupFinished
-    | GroupFailed
-    | TrainDone
-    | TrainFailed
-    | PublishDone
-    | PublishFailed
-    | EvalDone
-    | Broken
-    | CheckpointDone
-    | Signal
-    | Tick
-)
-
-
-# Actions: what the shell has to do.
-
-
-@dataclass(frozen=True)
-class SubmitGroup:
-    index: int
-
-
-@dataclass(frozen=True)
-class DropGroup:
-    """The group will not be trained on: forget its episodes."""
-
-    index: int
-    reason: Literal["zero_variance", "stale", "unneeded"]
-
-
-@dataclass(frozen=True)
-class Train:
-    """One optimizer step on these groups, in this order; the policy version becomes step + 1."""
-
-    step: int
-    groups: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Publish:
-    version: int
-    in_flight: bool
-
-
-@dataclass(frozen=True)
-class Evaluate:
-    """Held-out tasks; nothing is published before EvalDone, so one exact version answers them all."""
-
-    version: int
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    step: int
-
-
-@dataclass(frozen=True)
-class Stop:
-    """The run is over: cancel what still runs."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Fail:
-    """The run cannot go on."""
-
-    reason: str
-
-
-Action = SubmitGroup | DropGroup | Train | Publish | Evaluate | Checkpoint | Stop | Fail
 
 
 class Phase(Enum):
@@ -317,6 +187,9 @@ def _apply(state: State, event: Event, now: float) -> tuple[State, tuple[Action,
             return _end(state, Fail(cause)), ()
         case CheckpointDone():
             return replace(state, phase=Phase.IDLE, checkpointed=state.step), ()
+        case Retune(knobs):
+            assert state.config.mode != "sync", "a sync run has nothing to tune"
+            return replace(state, config=replace(state.config, **vars(knobs))), ()
         case Signal(name):
             return _end(state, Stop(f"stopped by {name}")), ()
         case Tick():
@@ -339,6 +212,8 @@ def _trained(state: State, now: float) -> tuple[State, tuple[Action, ...]]:
         state = replace(state, running=(), buffer=(), returning=())
     if state.ending is not None or (state.step >= c.steps and not c.eval_at_end):
         return state, unneeded  # nobody will sample from these weights
+    if state.step - state.published < c.publish_every and not _eval_wanted(state):
+        return state, unneeded
     publishing = replace(state, phase=Phase.PUBLISHING, publish_deadline=now + c.publish_timeout)
     return publishing, (*unneeded, Publish(state.step, c.mode == "inflight"))
 
@@ -386,7 +261,11 @@ def _room(state: State) -> int:
         return 0
     # Nothing is sampled for a step after the last.
     batches = min(c.max_lag + state.published + 1, c.steps)
-    return batches * c.groups_per_step - accepted(state) - len(state.running)
+    room = batches * c.groups_per_step - accepted(state) - len(state.running)
+    if c.workers:
+        holding = max(0, len(state.buffer) - c.queue) if c.queue else 0
+        room = min(room, c.workers - len(state.running) - holding)
+    return room
 
 
 def _sync_end(state: State) -> int:
@@ -434,8 +313,12 @@ def _next(state: State) -> tuple[State, tuple[Action, ...]]:
 
 
 def _eval_due(state: State) -> bool:
+    return state.published == state.step and _eval_wanted(state)
+
+
+def _eval_wanted(state: State) -> bool:
     c = state.config
-    if state.evaluated == state.step or state.published != state.step:
+    if state.evaluated == state.step:
         return False
     if state.step == 0:
         return c.eval_at_start
@@ -464,7 +347,7 @@ def _train_windowed(state: State) -> tuple[State, tuple[Action, ...]]:
     state, submitted = _admit(state)
     actions = (*(DropGroup(g.index, "stale") for g in stale), *submitted)
     batch = state.buffer[: c.groups_per_step]
-    is_enough = len(batch) == c.groups_per_step or _is_barren(state)
+    is_enough = len(batch) >= c.fewest or _is_barren(state)
     if not is_enough or not _may_pass(state, batch) or not _leaves_time(state, batch):
         return state, actions
     state, train = _train(state, batch)
