@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 PARENT_DEATH_SIGNAL, CHILD_SUBREAPER = 1, 36  # options of prctl(2)
-LAST_SECONDS = 2.0  # for what a program leaves behind to end by itself
+TRACKER_SECONDS = 2.0
 BY_SIGNAL = 128  # exit status of a child that died by a signal, less the signal's number: as of a shell
 
 
@@ -62,8 +62,8 @@ def supervise(become: Callable[[], None], for_child: Sequence[int] = (), grace_s
     threading.Thread(target=_end_with_stdin, args=(child, grace_seconds), daemon=True).start()
     while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT).si_pid) != child:
         os.waitpid(ended, 0)  # a process that lost its parent
-    if grace_seconds:
-        _wait_for_others(child, LAST_SECONDS)
+    if grace_seconds and sys.platform == "linux":
+        _spare_trackers(child)
     _end_group(child)  # before it is reaped: until then its number is its own
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     _end_children()
@@ -87,16 +87,30 @@ def _end_with_stdin(child: int, grace_seconds: float) -> None:
     if grace_seconds and not at_once:
         os.kill(child, signal.SIGTERM)
         time.sleep(grace_seconds)  # when the child ends, so does this process
-    _end_group(child)
+    if grace_seconds:
+        os.kill(child, signal.SIGKILL)
+    else:
+        _end_group(child)
 
 
-def _wait_for_others(child: int, seconds: float) -> None:
-    """Until the ended child left no other behind: Python's resource tracker frees shared memory after its process."""
-    deadline = time.monotonic() + seconds
+def _spare_trackers(child: int) -> None:
+    """Ends what the ended child left, but lets Python's resource trackers end by themselves: each removes the shared memory
+    of its dead process first, which nobody else knows of."""
+    deadline = time.monotonic() + TRACKER_SECONDS
     while time.monotonic() < deadline and (others := [pid for pid in _children() if pid != child]):
         for pid in others:
+            if not _is_tracker(pid):
+                os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, os.WNOHANG)
         time.sleep(0.02)
+
+
+def _is_tracker(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return b"multiprocessing.resource_tracker" in file.read()
+    except FileNotFoundError:
+        return False
 
 
 def _end_group(child: int) -> None:

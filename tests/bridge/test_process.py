@@ -15,7 +15,7 @@ from bridge.client.segments import run_id, sweep
 from jaxrl.rollout.protocol import SamplerError
 
 STAND_IN = """
-import http.server, os, pathlib, signal, subprocess, sys, time
+import http.server, multiprocessing.shared_memory, os, pathlib, signal, subprocess, sys, time
 how, pids = sys.argv[1], pathlib.Path(sys.argv[2])
 port = int(sys.argv[sys.argv.index("--port") + 1])
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -33,6 +33,8 @@ if how == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 else:
     signal.signal(signal.SIGTERM, lambda *_: (pids.with_suffix(".asked").touch(), sys.exit(0)))
+memory = multiprocessing.shared_memory.SharedMemory(create=True, size=16)
+pids.with_suffix(".memory").write_text(memory.name)
 pids.write_text(f"{os.getpid()} {detached.pid}")
 http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
@@ -46,6 +48,11 @@ def launch(folder: Path, how: str, start_seconds: float = 20.0) -> Launch:
 
 def pids(folder: Path) -> list[int]:
     return [int(pid) for pid in (folder / "pids").read_text().split()]
+
+
+def shared_memory(folder: Path) -> Path:
+    """What only the server's resource tracker can remove when the server is killed."""
+    return Path("/dev/shm") / (folder / "pids.memory").read_text()
 
 
 def exists(pid: int) -> bool:
@@ -92,6 +99,7 @@ def test_stop_asks_then_kills_and_takes_what_detached_itself(how, tmp_path, monk
     asyncio.run(go())
     wait_gone(pids(tmp_path), 1.0)
     assert (tmp_path / "pids.asked").exists() == (how == "well")
+    assert not shared_memory(tmp_path).exists()
 
 
 def test_the_death_of_a_server_is_told_and_it_starts_again(tmp_path):
@@ -128,11 +136,12 @@ asyncio.run(go())
     started = pids(tmp_path)
     process.kill()
     process.wait()
-    assert all(map(exists, started))  # they ignore SIGTERM
+    memory = shared_memory(tmp_path)
+    assert all(map(exists, started)) and memory.exists()  # they ignore SIGTERM
 
     async def again():
         server = await start(launch(tmp_path, "well"))
-        assert not any(map(exists, started))
+        assert not any(map(exists, started)) and not memory.exists()
         await server.stop()
 
     asyncio.run(again())
