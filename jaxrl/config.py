@@ -163,14 +163,28 @@ class PipelineConfig(_Table):
 
 
 class AlgorithmConfig(_Table):
-    loss: Literal["grpo", "ppo_clip", "cispo"] = Field(
+    loss: Literal["grpo", "ppo_clip", "cispo", "reinforce", "gspo", "m2po", "sao", "sat", "tba", "dpo"] = Field(
         default="grpo", description="The rule that turns ratios and advantages into a loss."
     )
-    baseline: Literal["group", "none"] = Field(
-        default="group", description="group: advantage = reward - mean of the group. none: advantage = reward."
+    baseline: Literal["group", "leave_one_out", "best_worst", "none"] = Field(
+        default="group",
+        description="group: advantage = reward - mean of the group. leave_one_out: - mean of its other episodes (RLOO). best_worst: "
+        "1 for its best episode, -1 for its worst, the others are left out (dpo). none: advantage = reward.",
     )
     scale_by_std: bool = Field(
         default=True, description="Divide the advantage by the group's standard deviation (off in Dr. GRPO)."
+    )
+    turn_scaling: Literal["none", "count", "constant"] = Field(
+        default="none",
+        description="What the advantage of a multi-turn episode is divided by: its number of turns, or turn_constant.",
+    )
+    turn_constant: float = Field(
+        default=10.0, gt=0, description="Turns that an episode counts as, for turn_scaling = constant."
+    )
+    old_policy: Literal["sampling", "proximal", "interpolated"] = Field(
+        default="sampling",
+        description="What the ratio r compares with. sampling: the weights that sampled the token. proximal: those at the start of the "
+        "optimizer step (decoupled PPO). interpolated: between the two, by lag (A-3PO).",
     )
     clip_low: float = Field(default=0.2, gt=0, description="The ratio is clipped at 1 - clip_low.")
     clip_high: float = Field(default=0.2, gt=0, description="The ratio is clipped at 1 + clip_high (DAPO: 0.28).")
@@ -181,12 +195,34 @@ class AlgorithmConfig(_Table):
     normaliser_constant: float = Field(
         default=0.0, ge=0, description="Tokens per sequence for normaliser = constant; 0: sampling.max_tokens."
     )
+    correction_level: Literal["token", "sequence"] = Field(
+        default="token",
+        description="Whether the weight w = exp(old policy - behaviour log-prob), which corrects for what the sampler made different, is of "
+        "the token or the product over its episode.",
+    )
     correction_cap: float = Field(
         default=5.0,
         gt=0,
-        description="Cap of the weight exp(policy - behaviour log-prob) that corrects for truncated or lossy sampling.",
+        description="Cap of the weight w that corrects for truncated, lossy or stale sampling.",
+    )
+    mask_level: Literal["none", "token", "sequence", "geometric"] = Field(
+        default="none",
+        description="Whose w must lie within [mask_low, mask_high], else its tokens give no gradient: the token's, its episode's product, "
+        "or that product's geometric mean.",
+    )
+    mask_low: float = Field(default=0.5, ge=0, description="Least w that is kept (IcePop: 0.2).")
+    mask_high: float = Field(default=5.0, gt=0, description="Largest w that is kept.")
+    veto: float = Field(
+        default=0.0, ge=0, description="An episode with a token of a smaller w than this gives no gradient; 0 is off."
     )
     entropy_weight: float = Field(default=0.0, description="Weight of the entropy bonus.")
+    kl_weight: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of the KL penalty towards the reference policy: the weights at step 0, or the base under adapters.",
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(default="k3", description="Estimator of that KL from sampled tokens.")
+    beta: float = Field(default=0.1, gt=0, description="tba and dpo: strength of the tie to the reference policy.")
 
 
 class PackingConfig(_Table):
@@ -303,11 +339,12 @@ class Config(_Table):
 def _check_combinations(config: Config) -> None:
     """Raises ConfigError for keys that are fine alone and wrong together."""
     p, a, longest = config.pipeline, config.algorithm, config.sampling.max_tokens
-    if a.baseline == "group" and p.group_size == 1:
+    if a.baseline != "none" and p.group_size == 1:
         raise ConfigError(
             "pipeline.group_size",
             'a group baseline of one episode is always 0: use group_size ≥ 2 or algorithm.baseline = "none"',
         )
+    _check_algorithm(config)
     for key, tokens in (("packing.row_length", config.packing.row_length), ("sampler.max_length", config.sampler.max_length)):
         if longest >= tokens:
             raise ConfigError(key, f"{tokens} tokens cannot hold a prompt and sampling.max_tokens = {longest}: raise it")
@@ -325,6 +362,22 @@ def _check_combinations(config: Config) -> None:
     for key, why in _without_effect(config):
         if _value(config, key) != _default(key):
             raise ConfigError(key, f"has no effect with {why}: leave it out")
+
+
+def _check_algorithm(config: Config) -> None:
+    a = config.algorithm
+    if a.mask_low >= a.mask_high:
+        raise ConfigError("algorithm.mask_low", f"{a.mask_low:g} is not below algorithm.mask_high = {a.mask_high:g}")
+    if (a.loss == "dpo") != (a.baseline == "best_worst"):
+        raise ConfigError("algorithm.baseline", 'loss = "dpo" and baseline = "best_worst" go together: set both or neither')
+    if a.loss == "tba" and a.baseline != "none":
+        raise ConfigError("algorithm.baseline", 'loss = "tba" has a baseline of its own: use "none"')
+    if a.loss == "tba" and config.pipeline.group_size == 1:
+        raise ConfigError("pipeline.group_size", 'loss = "tba" compares the episodes of a task: use group_size ≥ 2')
+    if a.loss in ("tba", "dpo") and (a.normaliser, a.normaliser_constant) != ("constant", 1):
+        raise ConfigError(
+            "algorithm.normaliser", f'loss = "{a.loss}" sums over episodes: use "constant" with normaliser_constant = 1'
+        )
 
 
 def _check_vllm(config: Config) -> None:
@@ -349,18 +402,35 @@ def _check_vllm(config: Config) -> None:
         raise ConfigError("sampler.shared_folder", 'sampler.transport = "file" needs a folder that trainer and servers share')
 
 
+_TIED = ("tba", "dpo")  # losses over whole responses, tied to the reference policy
+_UNREAD_BY_LOSS = {
+    "cispo": ("clip_low",),
+    "reinforce": ("clip_low", "clip_high"),
+    "m2po": ("clip_low", "clip_high"),
+} | dict.fromkeys(
+    _TIED,
+    ("clip_low", "clip_high", "old_policy", "correction_level", "correction_cap", "mask_level", "veto", "entropy_weight", "kl_weight"),
+)  # fmt: skip
+
+
 def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
     """(key, what it has no effect with) of the keys that this config's modes never read. Setting one to anything but its
     default is an error, so that nobody tunes what does nothing."""
     algorithm, held_out = config.algorithm, config.eval.num_tasks
     if config.pipeline.mode == "sync":
         yield from ((f"pipeline.{key}", 'pipeline.mode = "sync"') for key in ("max_lag", "window"))
-    if algorithm.baseline == "none":
-        yield "algorithm.scale_by_std", 'algorithm.baseline = "none"'
+    if algorithm.baseline != "group":
+        yield "algorithm.scale_by_std", f'algorithm.baseline = "{algorithm.baseline}"'
     if algorithm.normaliser != "constant":
         yield "algorithm.normaliser_constant", f'algorithm.normaliser = "{algorithm.normaliser}"'
-    if algorithm.loss == "cispo":
-        yield "algorithm.clip_low", 'algorithm.loss = "cispo"'
+    unread = _UNREAD_BY_LOSS.get(algorithm.loss, ()) + (() if algorithm.loss in _TIED else ("beta",))
+    yield from ((f"algorithm.{key}", f'algorithm.loss = "{algorithm.loss}"') for key in unread)
+    if algorithm.turn_scaling != "constant":
+        yield "algorithm.turn_constant", f'algorithm.turn_scaling = "{algorithm.turn_scaling}"'
+    if algorithm.mask_level == "none":
+        yield from ((f"algorithm.{key}", 'algorithm.mask_level = "none"') for key in ("mask_low", "mask_high"))
+    if algorithm.kl_weight == 0:
+        yield "algorithm.kl_estimator", "algorithm.kl_weight = 0"
     sampler = config.sampler
     embedded, started = (
         ("page_size", "pages", "prefill_chunk"),

@@ -1,8 +1,9 @@
-"""What every loss starts from and reports: the loss terms with unused slots selected away, and sums.
+"""What every loss starts from: the loss terms beside what the models say of their reads, unused slots selected away.
 
-Symbols, per term: π current log-prob, π₀ policy log-prob (`policy_logp`: the weights that sampled the
-token), μ behaviour log-prob (the probability of emission), A advantage. A loss is a sum: every
-denominator of the optimizer step is already in `weight`.
+Symbols, per term: π current log-prob, π₀ policy log-prob (`policy_logp`: the weights that sampled the token), μ behaviour
+log-prob (the probability of emission), p proximal log-prob (the weights at the start of the optimizer step), A advantage.
+A loss is a sum: every denominator of the optimizer step is already in `weight`, that of tokens which a mask silences
+too. Letters: U reads, M terms, K candidates of a read.
 """
 
 from typing import NamedTuple
@@ -10,15 +11,20 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrl.config import AlgorithmConfig
-from jaxrl.data import LossTerms
-from jaxrl.metrics.names import PARITY
+from jaxrl.data import LossTerms, Reads
 
-LossSums = dict[str, jax.Array]  # sums over terms; a key that ends in `_max` is a maximum
+
+class ReadLogprobs(NamedTuple):
+    """What models say of the reads of a row, in nats at the read's temperature; 0 for unused reads."""
+
+    logp: jax.Array  # [U] of the target, current policy
+    entropy: jax.Array  # [U]
+    reference: jax.Array | None = None  # [U] of the target, reference policy; None: not computed
+    candidates: jax.Array | None = None  # [U, K] of `reads.teacher_ids`, current policy; None: not computed
 
 
 class Aligned(NamedTuple):
-    """Float arrays of the terms' shape; zero in unused slots, whatever those held."""
+    """Arrays [M] of one dtype, zero in unused slots whatever those held. What a run does not have is None."""
 
     used: jax.Array  # bool
     logp: jax.Array  # π
@@ -27,67 +33,50 @@ class Aligned(NamedTuple):
     behaviour_logp: jax.Array  # μ
     advantage: jax.Array
     weight: jax.Array
+    lag: jax.Array  # policy versions between the token's and the current one
+    reference_logp: jax.Array | None = None
+    proximal_logp: jax.Array | None = None  # p, if the rows give it
+    kl_weight: jax.Array | None = None  # if the rows give it
+    candidate_logp: jax.Array | None = None  # [M, K] π of the teacher's candidates; NaN-free where there is none
+    teacher_logp: jax.Array | None = None  # [M, K]
+    is_candidate: jax.Array | None = None  # [M, K] bool
+    coefficients: dict[str, jax.Array] = {}  # of the pass without gradient: see `steps.StepTerms`
 
 
-def select(logp: jax.Array, entropy: jax.Array, terms: LossTerms) -> Aligned:
-    """Zeroes unused slots (read -1) before anything is computed with them, so that a NaN in one
-    reaches neither a sum nor a gradient (0 · NaN would). Arrays of one shape, that of `terms`;
-    everything is computed in logp's dtype."""
-    used = terms.read >= 0
-    floats = (logp, entropy, terms.policy_logp, terms.behaviour_logp, terms.advantage, terms.weight)
-    return Aligned(used, *(jnp.where(used, x, 0).astype(logp.dtype) for x in floats))
+def align(
+    reads: ReadLogprobs,
+    tables: Reads,
+    terms: LossTerms,
+    step: jax.Array | int = 0,
+    coefficients: dict[str, jax.Array] | None = None,
+) -> Aligned:
+    """The terms of one row, each with the values of its read. Unused slots (read -1) are zeroed before anything is
+    computed with them, so that a NaN in one reaches neither a sum nor a gradient (0 · NaN would). `step`: the current
+    policy version. `coefficients`: arrays [M]. Everything is computed in logp's dtype."""
+    used, read, dtype = terms.read >= 0, jnp.maximum(terms.read, 0), reads.logp.dtype
 
+    def of_term(x):
+        return jnp.where(used.reshape(-1, *(1,) * (x.ndim - 1)), x, 0).astype(dtype)
 
-def correction(a: Aligned, config: AlgorithmConfig) -> jax.Array:
-    """min(exp(π₀ − μ), cap), without gradient: the truncated importance weight that corrects for
-    truncated or lossy sampling; 1 when sampling is lossless. It never meets a clip: clips act on π − π₀."""
-    return jax.lax.stop_gradient(jnp.minimum(jnp.exp(a.policy_logp - a.behaviour_logp), config.correction_cap))
+    def given(x):  # an optional column of terms: width 0 if not given
+        return of_term(x) if x.shape[0] else None
 
-
-def entropy_bonus(a: Aligned, config: AlgorithmConfig) -> jax.Array:
-    """Scalar to subtract from a loss: the weighted entropy of the distributions the terms were read from."""
-    return config.entropy_weight * jnp.sum(a.weight * a.entropy)
-
-
-def ratio_sums(a: Aligned, clipped: jax.Array, config: AlgorithmConfig) -> LossSums:
-    """Sums over the used terms, without gradient.
-
-    `parity/` is |π − π₀|: trainer against sampler where the version is the current one, policy drift
-    included elsewhere. `kl` is the k3 estimate of KL(π₀‖π), r − 1 − log r (Schulman, "Approximating KL
-    Divergence", 2020). `importance` is π/μ, for the effective sample size (PipelineRL, arXiv:2509.19128).
-    """
-    a = jax.tree.map(jax.lax.stop_gradient, a)
-    log_ratio = a.logp - a.policy_logp
-    importance = jnp.where(a.used, jnp.exp(a.logp - a.behaviour_logp), 0)
-    return {
-        "terms": jnp.sum(a.used),
-        "clip_fraction": jnp.sum(clipped & a.used),
-        "ratio": jnp.sum(jnp.where(a.used, jnp.exp(log_ratio), 0)),
-        "correction": jnp.sum(jnp.where(a.used, correction(a, config), 0)),
-        PARITY: jnp.sum(jnp.abs(log_ratio)),
-        "parity/logp_max": jnp.max(jnp.abs(log_ratio), initial=0.0),
-        "kl": jnp.sum(jnp.expm1(log_ratio) - log_ratio),
-        "entropy": jnp.sum(a.entropy),
-        "importance": jnp.sum(importance),
-        "importance_squared": jnp.sum(importance**2),
-    }
-
-
-def add_sums(a: LossSums, b: LossSums) -> LossSums:
-    """The sums of two sets of terms together."""
-    return {key: jnp.maximum(a[key], b[key]) if key.endswith("_max") else a[key] + b[key] for key in a}
-
-
-def reduce_sums(sums: LossSums) -> LossSums:
-    """Sums of [R] rows to scalars."""
-    return {key: jnp.max(x) if key.endswith("_max") else jnp.sum(x) for key, x in sums.items()}
-
-
-def means(sums: LossSums) -> LossSums:
-    """The step's metrics from its sums: means over terms, maxima, the count, and
-    `effective_sample_size` = (Σ ρ)² / (n Σ ρ²) with ρ = π/μ, in (0, 1]."""
-    n = jnp.maximum(sums["terms"], 1)
-    out = {key: x if key == "terms" or key.endswith("_max") else x / n for key, x in sums.items()}
-    if "importance_squared" in out:
-        out["effective_sample_size"] = out["importance"] ** 2 / jnp.maximum(out.pop("importance_squared"), 1e-30)
-    return out
+    reference = reads.reference if reads.reference is not None else tables.reference_logp
+    has_candidates = reads.candidates is not None
+    return Aligned(
+        used=used,
+        logp=of_term(reads.logp[read]),
+        entropy=of_term(reads.entropy[read]),
+        policy_logp=of_term(terms.policy_logp),
+        behaviour_logp=of_term(terms.behaviour_logp),
+        advantage=of_term(terms.advantage),
+        weight=of_term(terms.weight),
+        lag=of_term(jnp.maximum(step - terms.version, 0)),
+        reference_logp=of_term(reference[read]) if reference.shape[0] else None,
+        proximal_logp=of_term(tables.proximal_logp[read]) if tables.proximal_logp.shape[0] else None,
+        kl_weight=given(terms.kl_weight),
+        candidate_logp=of_term(reads.candidates[read]) if has_candidates else None,
+        teacher_logp=of_term(tables.teacher_logp[read]) if has_candidates else None,
+        is_candidate=used[:, None] & (tables.teacher_ids[read] >= 0) if has_candidates else None,
+        coefficients={name: of_term(x) for name, x in (coefficients or {}).items()},
+    )

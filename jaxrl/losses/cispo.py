@@ -8,16 +8,17 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.config import AlgorithmConfig
-from jaxrl.data import LossTerms
-from jaxrl.losses.aligned import LossSums, correction, entropy_bonus, ratio_sums, select
+from jaxrl.losses.aligned import Aligned
+from jaxrl.losses.corrections import correction
+from jaxrl.losses.old_policy import log_ratio
+from jaxrl.losses.penalties import penalties
+from jaxrl.losses.sums import LossSums, ratio_sums
 
 
-def cispo(logp: jax.Array, entropy: jax.Array, terms: LossTerms, config: AlgorithmConfig) -> tuple[jax.Array, LossSums]:
-    """−Σ weight · w · sg(min(r, 1 + clip_high)) · A · π − entropy bonus, with r = exp(π − π₀) and the
-    detached correction w = min(exp(π₀ − μ), cap). No lower bound, as in the paper's experiments.
-    Arrays of one shape; returns (sum, metric sums)."""
-    a = select(logp, entropy, terms)
-    ratio = jax.lax.stop_gradient(jnp.exp(a.logp - a.policy_logp))
+def cispo(a: Aligned, config: AlgorithmConfig) -> tuple[jax.Array, LossSums]:
+    """−Σ weight · w · sg(min(r, 1 + clip_high)) · A · π + penalties, with r = exp(π − old) and the
+    detached correction w of old/μ. No lower bound, as in the paper's experiments. Returns (sum, metric sums)."""
+    ratio = jax.lax.stop_gradient(jnp.exp(log_ratio(a, config)))
     bounded = jnp.minimum(ratio, 1 + config.clip_high)
-    loss = -jnp.sum(a.weight * correction(a, config) * bounded * a.advantage * a.logp) - entropy_bonus(a, config)
+    loss = -jnp.sum(a.weight * correction(a, config) * bounded * a.advantage * a.logp) + penalties(a, config)
     return loss, ratio_sums(a, ratio > 1 + config.clip_high, config)

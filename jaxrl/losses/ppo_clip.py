@@ -1,14 +1,17 @@
-"""PPO's clipped objective (arXiv:1707.06347, eq. 7) with advantages of any estimator, per token."""
+"""PPO's clipped objective (arXiv:1707.06347, eq. 7) with advantages of any estimator, per token.
+
+With `old_policy` = "proximal" it is decoupled PPO (see `old_policy.py`).
+"""
 
 import jax
 
 from jaxrl.config import AlgorithmConfig
-from jaxrl.data import LossTerms
-from jaxrl.losses.aligned import LossSums
+from jaxrl.losses.aligned import Aligned
+from jaxrl.losses.sums import LossSums
 from jaxrl.losses.surrogate import clipped_surrogate
 
 
-def ppo_clip(logp: jax.Array, entropy: jax.Array, terms: LossTerms, config: AlgorithmConfig) -> tuple[jax.Array, LossSums]:
-    """The clipped surrogate; the old policy is the one that sampled the token. Nothing is assumed of
-    `terms.advantage`: it may differ from token to token. Arrays of one shape; returns (sum, metric sums)."""
-    return clipped_surrogate(logp, entropy, terms, config)
+def ppo_clip(a: Aligned, config: AlgorithmConfig) -> tuple[jax.Array, LossSums]:
+    """The clipped surrogate. Nothing is assumed of the advantage: it may differ from token to token.
+    Returns (sum, metric sums)."""
+    return clipped_surrogate(a, config)

@@ -4,13 +4,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.config import AlgorithmConfig
-from jaxrl.data import LossTerms
-from jaxrl.losses.aligned import LossSums, select
+from jaxrl.losses.aligned import Aligned
+from jaxrl.losses.sums import LossSums
 
 
-def sft(logp: jax.Array, entropy: jax.Array, terms: LossTerms, config: AlgorithmConfig) -> tuple[jax.Array, LossSums]:
-    """−Σ weight · π. Advantages, ratios and the entropy bonus play no part: nothing was sampled.
-    Arrays of one shape; returns (sum, metric sums)."""
-    a = select(logp, entropy, terms)
-    stopped = jax.tree.map(jax.lax.stop_gradient, a)
-    return -jnp.sum(a.weight * a.logp), {"terms": jnp.sum(a.used), "entropy": jnp.sum(stopped.entropy)}
+def sft(a: Aligned, config: AlgorithmConfig) -> tuple[jax.Array, LossSums]:
+    """−Σ weight · π. Advantages, ratios and penalties play no part: nothing was sampled. Returns (sum, metric sums)."""
+    entropy = jax.lax.stop_gradient(a.entropy)
+    return -jnp.sum(a.weight * a.logp), {"terms": jnp.sum(a.used), "entropy": jnp.sum(entropy), "lag": jnp.sum(a.lag)}

@@ -24,6 +24,8 @@ NAMES = {
     "clip_fraction": "policy/clip_fraction",
     "correction": "policy/correction",
     "kl": "policy/kl",
+    "kl_reference": "policy/kl_reference",
+    "kept": "policy/kept",
     "entropy": "policy/entropy",
     "importance": "policy/importance",
     "effective_sample_size": "policy/effective_sample_size",

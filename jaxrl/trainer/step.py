@@ -1,15 +1,17 @@
 """The optimizer step: gradients summed over microbatches, then one update. State in, state out.
 
-    train_step:  totals = zeros
+    train_step:  for every batch of rows:  terms, without gradient                (only if the loss sums across rows)
+                 coefficients of all terms
+                 totals = zeros
                  for every batch of rows:  totals += loss and gradient sums      (jitted, accumulator donated)
-                 state = AdamW(state, totals), unless a number is not finite     (jitted, state donated)
+                 state = optimizer(state, totals), unless a number is not finite (jitted, state donated)
 
 Losses are sums whose denominators the packer folded into the terms' weights, so adding microbatches
 up is all there is to accumulation. Nothing here waits for the device: metrics are jax arrays.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -17,13 +19,17 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl.config import Config, ConfigError
-from jaxrl.data import LossTerms, PackedRows
-from jaxrl.losses import LOSSES
-from jaxrl.losses.aligned import LossSums, add_sums, means, reduce_sums
+from jaxrl.config import AlgorithmConfig, Config, ConfigError
+from jaxrl.data import PackedRows
+from jaxrl.losses import LOSSES, Loss, needs_reference, step_coefficients
+from jaxrl.losses.aligned import Aligned, ReadLogprobs
+from jaxrl.losses.steps import StepTerms
+from jaxrl.losses.sums import LossSums, add_sums, means, reduce_sums
+from jaxrl.mesh import row_sharding
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.decoder import Decoder, abstract_variables, shardings
-from jaxrl.trainer.forward import Variables, row_logprobs, row_losses
+from jaxrl.trainer.coefficients import Coefficients, Measured, make_coefficients, measured
+from jaxrl.trainer.forward import Variables, read_rows, row_logprobs, row_losses, row_terms
 from jaxrl.trainer.optimizer import make_optimizer, make_schedule
 from jaxrl.trainer.placement import PlacedRows, check_mesh, put_rows
 from jaxrl.trainer.state import TrainState, variables_of
@@ -49,7 +55,9 @@ class Update:
     """The jitted parts of an optimizer step under one loss and one schedule."""
 
     zero: Callable[[], Totals]
-    accumulate: Callable[[Any, Any, Totals, PlacedRows], Totals]  # (trainable, frozen, totals, rows)
+    measure: Callable[[TrainState, PlacedRows], Measured] | None  # None: the loss sums across no rows
+    coefficients: Callable[[Sequence[Measured], Sequence[PackedRows]], list[Coefficients]] | None
+    accumulate: Callable[[TrainState, Totals, PlacedRows, Coefficients], Totals]
     apply: Callable[[TrainState, Totals], tuple[TrainState, Metrics]]
 
 
@@ -83,9 +91,12 @@ class Trainer:
     def _step(self, update: Update, state: TrainState, batches: Sequence[PackedRows]) -> tuple[TrainState, Metrics]:
         if not batches:
             raise ValueError("an optimizer step needs at least one batch of rows")
+        coefficients: list[Coefficients] = [{}] * len(batches)
+        if update.measure is not None:
+            coefficients = update.coefficients([update.measure(state, self._put(rows)) for rows in batches], batches)
         totals = update.zero()
-        for rows in batches:
-            totals = update.accumulate(state.trainable, state.frozen, totals, self._put(rows))
+        for rows, own in zip(batches, coefficients, strict=True):
+            totals = update.accumulate(state, totals, self._put(rows), own)
         return update.apply(state, totals)
 
     def logprobs(self, state: TrainState, rows: PackedRows) -> jax.Array:
@@ -136,7 +147,7 @@ def make_trainer(config: Config, architecture: Architecture, mesh: Mesh) -> Trai
     )
 
 
-def _make_update(loss: Callable, schedule: optax.Schedule, config: Config, decoder: Decoder, placed: Any) -> Update:
+def _make_update(loss: Loss, schedule: optax.Schedule, config: Config, decoder: Decoder, placed: Any) -> Update:
     """The parts of a step. `placed` are the shardings of the trainable parameters, and of their gradients."""
     mesh, algorithm = decoder.mesh, config.algorithm
     optimizer = make_optimizer(config.optimizer, schedule)
@@ -144,25 +155,39 @@ def _make_update(loss: Callable, schedule: optax.Schedule, config: Config, decod
     shapes = abstract_variables(decoder)["params" if config.model.lora is None else "lora"]
     placed_totals = Totals(placed, *[_replicated(mesh)] * 5)
 
+    solve = step_coefficients(loss, algorithm)
+    penalised = loss.is_sampled and algorithm.kl_weight > 0  # the value itself reads the reference
+
+    def read(trainable: Any, state: TrainState, rows: PlacedRows, reference: bool) -> ReadLogprobs:
+        variables = variables_of(trainable, state.frozen)
+        reads = read_rows(variables, rows, decoder, config.attention, mesh, candidates=loss.needs_candidates)
+        if not reference or rows.reads.reference_logp.shape[1]:
+            return reads
+        base = {"params": state.reference or state.frozen}
+        of_reference, _ = row_logprobs(base, rows, decoder.clone(lora=None), config.attention, mesh)
+        return reads._replace(reference=jax.lax.stop_gradient(of_reference))
+
+    def measure(state: TrainState, rows: PlacedRows) -> Measured:
+        reads = read(state.trainable, state, rows, needs_reference(loss, algorithm))
+        return measured(row_terms(reads, rows, state.step), rows)
+
     def zero() -> Totals:
-        slot = jnp.zeros(1, dtype)
-        _, sums = jax.eval_shape(lambda: loss(slot, slot, LossTerms(*[slot] * len(fields(LossTerms))), algorithm))
         return Totals(
             gradients=jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), shapes),
             loss=jnp.zeros((), dtype),
-            sums=jax.tree.map(lambda _: jnp.zeros((), dtype), sums),
+            sums=jax.tree.map(lambda _: jnp.zeros((), dtype), _sums_of(loss, algorithm, penalised)),
             num_batches=jnp.int32(0),
             nonfinite_batch=jnp.int32(-1),
             nonfinite_row=jnp.int32(-1),
         )
 
-    def accumulate(trainable: Any, frozen: Any, totals: Totals, rows: PlacedRows) -> Totals:
+    def accumulate(state: TrainState, totals: Totals, rows: PlacedRows, coefficients: Coefficients) -> Totals:
         def batch_loss(trainable):
-            logp, entropy = row_logprobs(variables_of(trainable, frozen), rows, decoder, config.attention, mesh)
-            losses_R, sums_R = row_losses(logp, entropy, rows, loss, algorithm)
+            terms = row_terms(read(trainable, state, rows, penalised), rows, state.step, coefficients)
+            losses_R, sums_R = row_losses(terms if penalised else terms._replace(reference_logp=None), loss, algorithm)
             return losses_R.sum(), (losses_R, sums_R)
 
-        (batch_sum, (losses_R, sums_R)), gradients = jax.value_and_grad(batch_loss, has_aux=True)(trainable)
+        (batch_sum, (losses_R, sums_R)), gradients = jax.value_and_grad(batch_loss, has_aux=True)(state.trainable)
         bad_R = ~jnp.isfinite(losses_R)
         is_bad = bad_R.any() | ~jnp.isfinite(optax.tree.norm(gradients))
         is_first = is_bad & (totals.nonfinite_batch < 0)
@@ -196,13 +221,15 @@ def _make_update(loss: Callable, schedule: optax.Schedule, config: Config, decod
     )
 
     def apply_without_frozen(state: TrainState, totals: Totals) -> tuple[TrainState, Metrics]:
-        """The base takes no part: it is not donated either."""
-        updated, metrics = jitted(replace(state, frozen={}), totals)
-        return replace(updated, frozen=state.frozen), metrics
+        """Base and reference take no part: they are not donated either."""
+        updated, metrics = jitted(replace(state, frozen={}, reference={}), totals)
+        return replace(updated, frozen=state.frozen, reference=state.reference), metrics
 
     return Update(
         zero=jax.jit(zero, out_shardings=placed_totals),
-        accumulate=jax.jit(accumulate, donate_argnums=2, out_shardings=placed_totals),
+        measure=jax.jit(measure, out_shardings=row_sharding(mesh, tokens=False)) if solve else None,
+        coefficients=make_coefficients(solve, mesh) if solve else None,
+        accumulate=jax.jit(accumulate, donate_argnums=1, out_shardings=placed_totals),
         apply=apply_without_frozen,
     )
 
@@ -217,6 +244,8 @@ def _make_init(config: Config, decoder: Decoder, placed: Variables, trainable: s
         return TrainState(jnp.int32(0), copied, {}, optimizer.init(copied))
 
     jitted = jax.jit(start, out_shardings=out)
+    copy = jax.jit(lambda parameters: jax.tree.map(jnp.copy, parameters), out_shardings=placed[trainable])
+    with_reference = needs_reference(LOSSES[config.algorithm.loss], config.algorithm)
 
     def init(variables: Variables) -> TrainState:
         """Step 0 from the decoder's variables. Trained parameters are copied, for every step donates them."""
@@ -224,9 +253,24 @@ def _make_init(config: Config, decoder: Decoder, placed: Variables, trainable: s
             raise ValueError(f"variables {sorted(variables)} given, this model has {sorted(placed)}")
         state = jitted(jax.device_put(variables[trainable], placed[trainable]))
         frozen = jax.device_put(variables["params"], placed["params"]) if trainable == "lora" else {}
-        return replace(state, frozen=frozen)
+        reference = copy(state.trainable) if with_reference and trainable == "params" else {}
+        return replace(state, frozen=frozen, reference=reference)
 
     return init
+
+
+def _sums_of(loss: Loss, algorithm: AlgorithmConfig, has_reference: bool) -> LossSums:
+    """Shapes of the metric sums that the loss returns."""
+
+    def sums() -> LossSums:
+        slot, matrix = jnp.zeros(1), jnp.zeros((1, 1))
+        terms = Aligned(slot > 0, *[slot] * 7, reference_logp=slot, proximal_logp=None, kl_weight=None)
+        terms = terms._replace(candidate_logp=matrix, teacher_logp=matrix, is_candidate=matrix > 0)
+        if solve := step_coefficients(loss, algorithm):
+            terms = terms._replace(coefficients=solve(StepTerms(terms, slot.astype(int), slot.astype(int), 1)))
+        return loss.value(terms if has_reference else terms._replace(reference_logp=None), algorithm)[1]
+
+    return jax.eval_shape(sums)
 
 
 def _state_shardings(optimizer: optax.GradientTransformation, shapes: Any, placed: Any, mesh: Mesh) -> TrainState:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxrl.config import parse
+from jaxrl.config import ConfigError, parse
 from jaxrl.data import Episode, Group, Trajectory
 from jaxrl.losses.advantages import STD_EPSILON, group_advantages, supervised
 
@@ -50,6 +50,63 @@ def test_without_std_and_without_baseline():
     assert [t.advantage[0] for t in centred] == pytest.approx([0.375, -0.375])
     plain, _ = group_advantages([group], make_config(baseline="none"))
     assert [t.advantage[0] for t in plain] == [1.0, 0.25]
+
+
+def test_leave_one_out():
+    rewards = [1.0, 0.25, 0.5]
+    group = make_group(0, *[(r, [make_trajectory(2)]) for r in rewards])
+    training, _ = group_advantages([group], make_config(baseline="leave_one_out"))
+    expected = [r - np.mean([x for j, x in enumerate(rewards) if j != i]) for i, r in enumerate(rewards)]
+    assert [t.advantage[0] for t in training] == pytest.approx(expected)
+    survivor = make_group(0, (1.0, [make_trajectory(2, reward=1.0), make_trajectory(2, reward=0.0)]), ("crash", []))
+    assert group_advantages([survivor], make_config(baseline="leave_one_out")) == ([], 4)
+
+
+def test_the_best_against_the_worst():
+    forked = [make_trajectory(2, reward=0.9), make_trajectory(3, reward=0.7)]
+    group = make_group(0, (0.5, [make_trajectory(1)]), (0.0, forked), (0.2, [make_trajectory(4)]), (0.8, [make_trajectory(5)]))
+    dpo = {"loss": "dpo", "baseline": "best_worst", "normaliser": "constant", "normaliser_constant": 1}
+    training, left_out = group_advantages([group], make_config(**dpo))
+    assert [(t.episode_index, t.advantage[0]) for t in training] == [(1, 1.0), (1, 1.0), (2, -1.0)] and left_out == 0
+    equal = make_group(0, (0.5, [make_trajectory(1)]), (0.5, [make_trajectory(4)]))
+    assert group_advantages([equal], make_config(**dpo)) == ([], 5)
+
+
+def test_turns_share_the_advantage_of_their_episode():
+    """Three turns, one of them in a fork: a third each, or a tenth by the constant."""
+    long, fork = make_trajectory(4), make_trajectory(2)
+    long.turn[:] = [-1, -1, -1, 0, 0, 1, 1]
+    group = make_group(0, (1.0, [long, fork]), (0.0, [make_trajectory(2)]))
+    for keys, scale in (({"turn_scaling": "count"}, 3), ({"turn_scaling": "constant"}, 10), ({}, 1)):
+        training, _ = group_advantages([group], make_config(scale_by_std=False, **keys))
+        other = 1 if keys.get("turn_scaling") == "count" else scale
+        assert [t.advantage[-1] for t in training] == pytest.approx([0.5 / scale] * 2 + [-0.5 / other])
+
+
+@pytest.mark.parametrize(
+    ("key", "algorithm"),
+    [
+        ("algorithm.baseline", {"loss": "dpo"}),
+        ("algorithm.baseline", {"baseline": "best_worst"}),
+        ("algorithm.baseline", {"loss": "tba"}),
+        ("algorithm.normaliser", {"loss": "tba", "baseline": "none"}),
+        ("algorithm.mask_low", {"mask_level": "token", "mask_low": 5.0}),
+        ("algorithm.mask_high", {"mask_high": 2.0}),
+        ("algorithm.beta", {"beta": 0.5}),
+        ("algorithm.kl_estimator", {"kl_estimator": "k1"}),
+        ("algorithm.clip_low", {"loss": "m2po", "clip_low": 0.1}),
+        ("algorithm.scale_by_std", {"baseline": "leave_one_out", "scale_by_std": False}),
+        ("algorithm.turn_constant", {"turn_constant": 3.0}),
+        (
+            "algorithm.veto",
+            {"loss": "tba", "baseline": "none", "normaliser": "constant", "normaliser_constant": 1, "veto": 0.1},
+        ),
+    ],
+)
+def test_combinations_that_cannot_work_are_named(key, algorithm):
+    with pytest.raises(ConfigError) as error:
+        make_config(**algorithm)
+    assert error.value.key == key
 
 
 def test_zero_variance_groups_leave_the_denominator():

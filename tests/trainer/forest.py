@@ -1,4 +1,10 @@
-"""A small forest of trajectories, a tiny model, and the loss computed one trajectory at a time."""
+"""A small forest of trajectories, a tiny model, and every loss computed one trajectory at a time."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from zlib import crc32
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +16,11 @@ from jaxrl.models.architecture import Architecture
 from jaxrl.models.decoder import Decoder, head_matrix
 from jaxrl.packing.weights import fold_weights
 
+sys.path.append(str(Path(__file__).parent.parent / "losses"))
+from equations import CASES, ppo  # noqa: E402, F401  (the tests of this folder take them from here)
+
 VOCAB = 64
+CANDIDATES = 3
 
 
 def make_architecture(heads=4, kv_heads=2) -> Architecture:
@@ -93,21 +103,55 @@ def make_forest(seed=0) -> list[TrainingTrajectory]:
     ]
 
 
+def with_teachers(forest: list[TrainingTrajectory]) -> list[TrainingTrajectory]:
+    """The forest with log-probs of a reference, a proximal policy and a teacher: of a token and what is before it, so that
+    trajectories which share a read agree. The first candidate is the token itself; some candidates are missing."""
+
+    def of_prefix(t: TrainingTrajectory, draw) -> np.ndarray:
+        ids = t.trajectory.ids
+        return np.stack([draw(np.random.default_rng([crc32(ids[: i + 1].tobytes()), draw.seed])) for i in range(len(ids))])
+
+    def one(t: TrainingTrajectory) -> TrainingTrajectory:
+        def draw(seed, mean, spread, *shape):
+            function = lambda rng: rng.normal(mean, spread, shape).astype(np.float32)  # noqa: E731
+            function.seed = seed
+            return of_prefix(t, function)
+
+        ids = np.abs(draw(3, 0, 30, CANDIDATES)).astype(np.int32) % VOCAB
+        ids = np.where(np.abs(draw(4, 0, 1, CANDIDATES)) < 0.3, -1, ids)
+        ids[:, 0] = t.trajectory.ids
+        return replace(
+            t, reference_logp=draw(0, -4.2, 0.5), proximal_logp=draw(1, -4.2, 0.5),
+            teacher_ids=ids, teacher_logp=-np.abs(draw(2, -2, 1, CANDIDATES)),
+        )  # fmt: skip
+
+    return [one(t) for t in forest]
+
+
 def pad(forest: list[TrainingTrajectory]) -> dict[str, np.ndarray]:
     """One trajectory per row, [B, L], padded at the end; per-token values at the token itself."""
     length = max(len(t.trajectory.ids) for t in forest)
 
     def stack(get):
-        return np.stack([np.pad(x, (0, length - len(x))) for x in map(get, forest)])
+        return np.stack([np.pad(x, [(0, length - len(x))] + [(0, 0)] * (x.ndim - 1)) for x in map(get, forest)])
 
-    names = ("ids", "trainable", "policy_logp", "behaviour_logp")
+    names = ("ids", "trainable", "policy_logp", "behaviour_logp", "version")
     arrays = {name: stack(lambda t, name=name: getattr(t.trajectory, name)) for name in names}
-    arrays |= {name: stack(lambda t, name=name: getattr(t, name)) for name in ("advantage", "weight")}
+    optional = ("reference_logp", "proximal_logp", "teacher_ids", "teacher_logp")
+    given = ("advantage", "weight", *(name for name in optional if getattr(forest[0], name) is not None))
+    arrays |= {name: stack(lambda t, name=name: getattr(t, name)) for name in given}
+    arrays |= {name: np.array([getattr(t, f"{name}_index") for t in forest]) for name in ("episode", "group")}
     return arrays | {"temperature": np.array([t.trajectory.temperature for t in forest], np.float32)}
 
 
 def naive_logprobs(decoder: Decoder, variables, padded):
     """Log-prob and entropy of each token given those before it, [B, L - 1], by plain causal attention."""
+    logp = _log_softmax(decoder, variables, padded)
+    return jnp.take_along_axis(logp, padded["ids"][:, 1:, None], axis=-1)[..., 0], -(jnp.exp(logp) * logp).sum(-1)
+
+
+def _log_softmax(decoder: Decoder, variables, padded):
+    """[B, L - 1, V]"""
     ids = padded["ids"]
 
     def attend(q, k, v, cache):
@@ -119,24 +163,29 @@ def naive_logprobs(decoder: Decoder, variables, padded):
     positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
     hidden, _ = decoder.apply(variables, ids, positions, attend)
     logits = hidden[:, :-1] @ head_matrix(variables["params"], decoder.architecture) / padded["temperature"][:, None, None]
-    logp = jax.nn.log_softmax(logits)
-    return jnp.take_along_axis(logp, ids[:, 1:, None], axis=-1)[..., 0], -(jnp.exp(logp) * logp).sum(-1)
+    return jax.nn.log_softmax(logits)
 
 
-def naive_losses(decoder: Decoder, variables, padded, c):
-    """The sum of each loss over all trainable tokens, by name."""
-    logp, entropy = naive_logprobs(decoder, variables, padded)
-    mask = padded["trainable"][:, 1:]
-    policy, behaviour, advantage, weight = (
-        padded[name][:, 1:].astype(logp.dtype) for name in ("policy_logp", "behaviour_logp", "advantage", "weight")
-    )
-    r = jnp.exp(logp - policy)
-    w = jnp.minimum(jnp.exp(policy - behaviour), c.correction_cap)
-    clip = jnp.minimum(r * advantage, jnp.clip(r, 1 - c.clip_low, 1 + c.clip_high) * advantage)
-    cispo = jax.lax.stop_gradient(jnp.minimum(r, 1 + c.clip_high)) * advantage * logp
-    bonus = c.entropy_weight * entropy
-    terms = {"grpo": w * clip + bonus, "ppo_clip": w * clip + bonus, "cispo": w * cispo + bonus, "sft": logp}
-    return {name: -jnp.sum(jnp.where(mask, weight * x, 0)) for name, x in terms.items()}
+def naive_step(decoder: Decoder, variables, padded, step: int = 0) -> SimpleNamespace:
+    """What the equations of the losses are written in, from a model's log-probs: arrays [B, L - 1]. `step`: the current
+    policy version."""
+    whole = _log_softmax(decoder, variables, padded)
+    logp = jnp.take_along_axis(whole, padded["ids"][:, 1:, None], axis=-1)[..., 0]
+    given = {name: padded[name][:, 1:].astype(logp.dtype) for name in ("advantage", "weight", "policy_logp", "behaviour_logp")}
+    x = SimpleNamespace(
+        xp=jnp, mask=padded["trainable"][:, 1:], episode=padded["episode"], group=padded["group"],
+        logp=logp, held=jax.lax.stop_gradient(logp), entropy=-(jnp.exp(whole) * whole).sum(-1),
+        policy=given["policy_logp"], behaviour=given["behaviour_logp"], advantage=given["advantage"], weight=given["weight"],
+        lag=(step - padded["version"][:, 1:]).astype(logp.dtype), reference=jnp.zeros_like(logp), proximal=None,
+    )  # fmt: skip
+    if "teacher_ids" in padded:
+        x.reference, x.proximal, x.teacher = (
+            padded[name][:, 1:].astype(logp.dtype) for name in ("reference_logp", "proximal_logp", "teacher_logp")
+        )
+        x.is_candidate = padded["teacher_ids"][:, 1:] >= 0
+        x.candidate = jnp.take_along_axis(whole, jnp.maximum(padded["teacher_ids"][:, 1:], 0), axis=-1)
+        x.candidate_held = jax.lax.stop_gradient(x.candidate)
+    return x
 
 
 def relative_errors(tree, reference) -> dict[str, float]:

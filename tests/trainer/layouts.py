@@ -44,7 +44,7 @@ def step_on(layout: dict[str, int], batches, config=CONFIG):
     state, update = trainer.init(make_variables()), trainer._reinforce
     totals = update.zero()
     for rows in batches:
-        totals = update.accumulate(state.trainable, state.frozen, totals, trainer._put(rows))
+        totals = update.accumulate(state, totals, trainer._put(rows), {})
     state, metrics = update.apply(state, totals)
     return {"loss": metrics["loss"], "gradients": totals.gradients, "after": state.trainable}
 

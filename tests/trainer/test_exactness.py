@@ -1,23 +1,28 @@
 """The exactness bar: packed rows give the loss and every gradient of the same trajectories one by one."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from forest import make_architecture, make_config, make_forest, naive_losses, pad, relative_errors
+from forest import CASES, make_architecture, make_config, make_forest, naive_step, pad, relative_errors, with_teachers
 
-from jaxrl.config import LoraConfig, MeshConfig
-from jaxrl.losses import LOSSES
+from jaxrl.config import AlgorithmConfig, LoraConfig, MeshConfig
+from jaxrl.losses import LOSSES, needs_reference, step_coefficients
+from jaxrl.losses.steps import StepTerms
 from jaxrl.mesh import make_mesh
 from jaxrl.models.decoder import Decoder, init_variables
 from jaxrl.packing import RowLimits, pack
-from jaxrl.trainer.forward import row_logprobs, row_losses
+from jaxrl.trainer.coefficients import measured
+from jaxrl.trainer.forward import read_rows, row_losses, row_terms
 from jaxrl.trainer.placement import put_rows
 from jaxrl.trainer.state import variables_of
 
-CONFIG = make_config(algorithm={"clip_high": 0.28, "correction_cap": 1.3, "entropy_weight": 0.05})
+CONFIG = make_config()
+CONFIGS = {name: AlgorithmConfig(**case.keys) for name, case in CASES.items()}
+STEP = 3  # the forest's tokens are of versions 0 to 2
 BAR = {"float32": 1e-5, "float64": 1e-12}
 
 
@@ -37,7 +42,7 @@ def batches_of(forest, config=CONFIG):
 
 
 def poison(rows, seed=1):
-    """The same rows with finite garbage in padding tokens and NaN in unused term slots."""
+    """The same rows with finite garbage in padding tokens and NaN in unused slots of reads and terms."""
     rng = np.random.default_rng(seed)
     rows = jax.tree.map(np.array, rows)
     offsets = np.arange(rows.tokens.shape[1])
@@ -53,7 +58,11 @@ def poison(rows, seed=1):
         f: np.where(unused, np.nan, getattr(rows.terms, f)).astype(np.float32)
         for f in ("policy_logp", "behaviour_logp", "advantage", "weight")
     }
-    return replace(rows, tokens=tokens, positions=positions, terms=replace(rows.terms, **floats))
+    free = rows.reads.target < 0
+    given = {f: getattr(rows.reads, f) for f in ("reference_logp", "proximal_logp", "teacher_logp")}
+    given = {f: np.where(free.reshape(*free.shape, *(1,) * (x.ndim - 2)), np.nan, x) for f, x in given.items()}
+    reads = replace(rows.reads, **{f: x.astype(np.float32) for f, x in given.items()})
+    return replace(rows, tokens=tokens, positions=positions, terms=replace(rows.terms, **floats), reads=reads)
 
 
 def test_the_forest_is_a_hard_one():
@@ -72,52 +81,100 @@ def test_the_forest_is_a_hard_one():
     assert max(map(len, rows_of.values())) >= 2, "a tree is cut over two rows"
 
 
+def terms_of(name, terms, coefficients=None):
+    """The terms as the trainer makes them for this loss: without what its rows would not have."""
+    case = CASES[name]
+    loss = LOSSES[case.loss]
+    without = {} if case.gives_proximal else {"proximal_logp": None}
+    without |= {} if needs_reference(loss, CONFIGS[name]) else {"reference_logp": None}
+    without |= {} if loss.needs_candidates else dict.fromkeys(("candidate_logp", "teacher_logp", "is_candidate"))
+    weight = jnp.where(terms.used, weights_of(name, terms.weight), 0)
+    return terms._replace(weight=weight, coefficients=coefficients or {}, **without)
+
+
+def weights_of(name, weight):
+    """One weight for all tokens where that is what the loss is defined with."""
+    return 0 * weight + 0.015 if CASES[name].keys.get("normaliser") == "constant" else weight
+
+
+def naive_losses(decoder, variables, padded):
+    """Every loss over all trainable tokens, trajectory by trajectory, in the order of CASES."""
+    x = naive_step(decoder, variables, padded, STEP)
+    losses = []
+    for name, case in CASES.items():
+        own = SimpleNamespace(**vars(x) | {"weight": weights_of(name, x.weight)})
+        own.proximal = x.proximal if case.gives_proximal else None
+        losses.append(case.equation(own, CONFIGS[name]))
+    return jnp.stack(losses)
+
+
 @pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_packed_equals_one_by_one(dtype, adapters, request):
+    """Every loss in one compilation, on either side: one forward pass, and a backward pass batched over the losses."""
     if dtype == "float32":  # as a run compiles it
         request.getfixturevalue("optimized")
     lora = LoraConfig(rank=4, alpha=8.0) if adapters else None
-    algorithm, forest = CONFIG.algorithm, make_forest()
+    forest = with_teachers(make_forest())
     with jax.enable_x64(dtype == "float64"):
         mesh = make_mesh(MeshConfig(), jax.devices()[:1])
         decoder = Decoder(make_architecture(), jnp.dtype(dtype), jnp.dtype(dtype), "full", lora, mesh=mesh)
         variables = make_variables(decoder, mesh)
         trainable, frozen = (variables["lora"], variables["params"]) if adapters else (variables["params"], {})
 
-        # A weight per loss, as an argument: every loss in one compilation, on either side.
-        @jax.jit
-        def packed(trainable, rows, chosen):
-            def total(trainable):
-                logp, entropy = row_logprobs(variables_of(trainable, frozen), rows, decoder, CONFIG.attention, mesh)
-                losses = {name: row_losses(logp, entropy, rows, loss, algorithm)[0].sum() for name, loss in LOSSES.items()}
-                return sum(chosen[name] * x for name, x in losses.items()), losses
+        def read(trainable, rows):
+            return read_rows(variables_of(trainable, frozen), rows, decoder, CONFIG.attention, mesh, candidates=True)
 
-            (_, losses), gradients = jax.value_and_grad(total, has_aux=True)(trainable)
-            return losses, gradients
+        def gradients_of(losses, trainable):
+            values, pullback = jax.vjp(losses, trainable)
+            return values, jax.vmap(pullback)(jnp.eye(len(CASES), dtype=values.dtype))[0]
 
         @jax.jit
-        def one_by_one(trainable, padded, chosen):
-            def total(trainable):
-                losses = naive_losses(decoder, variables_of(trainable, frozen), padded, algorithm)
-                return sum(chosen[name] * x for name, x in losses.items()), losses
+        def coefficients(said, batches):
+            """{case: coefficients of each batch}, from the terms of all of them."""
+            parts = [measured(row_terms(reads, rows, STEP), rows) for reads, rows in zip(said, batches, strict=True)]
+            whole = jax.tree.map(lambda *x: jnp.concatenate([y.reshape(-1) for y in x]), *parts)
+            shape = (len(batches), *batches[0].terms.read.shape)
+            out = {}
+            for name, case in CASES.items():
+                solve = step_coefficients(LOSSES[case.loss], CONFIGS[name])
+                flat = solve(StepTerms(terms_of(name, whole.terms), whole.episode, whole.group, 16)) if solve else {}
+                out[name] = [{k: x.reshape(shape)[i] for k, x in flat.items()} for i in range(len(batches))]
+            return out
 
-            (_, losses), gradients = jax.value_and_grad(total, has_aux=True)(trainable)
-            return losses, gradients
+        @jax.jit
+        def packed(trainable, rows, coefficients):
+            def losses(trainable):
+                terms = row_terms(read(trainable, rows), rows, STEP)
+                return jnp.stack([
+                    row_losses(terms_of(name, terms, coefficients[name]), LOSSES[case.loss], CONFIGS[name])[0].sum()
+                    for name, case in CASES.items()
+                ])  # fmt: skip
+
+            return gradients_of(losses, trainable)
+
+        @jax.jit
+        def one_by_one(trainable, padded):
+            return gradients_of(lambda t: naive_losses(decoder, variables_of(t, frozen), padded), trainable)
 
         clean = batches_of(forest)
-        batches = [put_rows(b, mesh) for b in clean]
-        dirty = [put_rows(poison(b), mesh) for b in clean]
-        padded = {k: jnp.asarray(v) for k, v in pad(forest).items()}
-        worst = 0.0
-        for name in LOSSES:
-            chosen = {other: np.float32(other == name) for other in LOSSES}
-            parts = [packed(trainable, b, chosen) for b in batches]
-            losses, gradients = jax.tree.map(lambda *x: sum(x), *parts)
-            expected, reference = one_by_one(trainable, padded, chosen)
-            errors = relative_errors(gradients, reference) | {"loss": abs(losses[name] / expected[name] - 1)}
-            worst = max(worst, *errors.values())
-            assert all(e <= BAR[dtype] for e in errors.values()), (name, {k: e for k, e in errors.items() if e > BAR[dtype]})
-            for a, b in zip(parts, [packed(trainable, b, chosen) for b in dirty], strict=True):
-                jax.tree.map(np.testing.assert_array_equal, a, b)
-        print(f"{dtype} {'lora' if adapters else 'full'}: worst relative error {worst:.1e}")
+        forward = jax.jit(read)
+
+        def parts_of(batches):
+            solved = coefficients([forward(trainable, b) for b in batches], batches)
+            return [packed(trainable, b, {name: own[i] for name, own in solved.items()}) for i, b in enumerate(batches)]
+
+        parts = parts_of([put_rows(b, mesh) for b in clean])
+        for a, b in zip(parts, parts_of([put_rows(poison(b), mesh) for b in clean]), strict=True):
+            jax.tree.map(np.testing.assert_array_equal, a, b)
+        losses, gradients = jax.tree.map(lambda *x: np.asarray(sum(x)), *parts)
+        expected, references = jax.tree.map(
+            np.asarray, one_by_one(trainable, {k: jnp.asarray(v) for k, v in pad(forest).items()})
+        )
+        worst = {}
+        for i, name in enumerate(CASES):
+            errors = relative_errors(*(jax.tree.map(lambda x, i=i: x[i], tree) for tree in (gradients, references)))
+            errors["loss"] = abs(losses[i] / expected[i] - 1)
+            worst[name] = max(errors.values())
+        print(f"{dtype} {'lora' if adapters else 'full'}: worst relative error {max(worst.values()):.1e}")
+        assert all(e <= BAR[dtype] for e in worst.values()), {k: e for k, e in worst.items() if not e <= BAR[dtype]}

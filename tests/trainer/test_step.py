@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from forest import make_architecture, make_config, make_forest, naive_logprobs, naive_losses, pad
+from forest import make_architecture, make_config, make_forest, naive_logprobs, naive_step, pad, ppo
 
 from jaxrl.config import ConfigError, MeshConfig
 from jaxrl.losses.advantages import supervised
@@ -54,9 +54,7 @@ def test_a_step_is_adamw_on_the_gradient_of_the_trajectories_one_by_one(trainer,
 
     @jax.jit
     def one_by_one(params, padded):
-        return jax.value_and_grad(lambda p: naive_losses(trainer.decoder, {"params": p}, padded, CONFIG.algorithm)["grpo"])(
-            params
-        )
+        return jax.value_and_grad(lambda p: ppo(naive_step(trainer.decoder, {"params": p}, padded), CONFIG.algorithm))(params)
 
     loss, gradient = one_by_one(variables["params"], pad(forest))
     norm = float(optax.tree.norm(gradient))

@@ -42,7 +42,7 @@ def test_the_step_compiles_for_a_slice_split_over_every_axis():
     with uncached():
         state, _ = compiled_results(trainer.init, variables)
         totals, _ = compiled_results(update.zero)
-        added, program = compiled_results(update.accumulate, state.trainable, state.frozen, totals, rows)
+        added, program = compiled_results(update.accumulate, state, totals, rows, {})
         (updated, _), _ = compiled_results(update.apply, state, added)
     for kernel in ("forward", "backward_queries", "backward_keys"):
         assert f"tree_attention_{kernel}" in program
