@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import re
+import secrets
 import socket
 import subprocess
 import sys
@@ -130,7 +131,8 @@ async def _spawn(launch: Launch) -> Server:
         probe.close()
         supervised = {
             "path": [path or os.getcwd() for path in sys.path],
-            "command": [*launch.command, "--host", "127.0.0.1", "--port", str(port)],
+            # No two starts, nor two replicas, may draw the same random numbers: requests bring no seed of their own.
+            "command": [*launch.command, "--host", "127.0.0.1", "--port", str(port), "--seed", str(secrets.randbits(31))],
             "grace_seconds": GRACE_SECONDS,
         }
         log_start = os.fstat(log.fileno()).st_size

@@ -211,6 +211,7 @@ async def _main(port: int, token_seconds: float) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--host")
+    parser.add_argument("--seed")
     parser.add_argument("--port", type=int)
     parser.add_argument("--token-seconds", type=float, default=0.002)
     arguments = parser.parse_args()
