@@ -112,7 +112,7 @@ class Replica:
         status = self.status
         if self.is_draining and status in (Status.SERVING, Status.PUBLISHING):
             status = Status.DRAINING
-        if self._suspected and status is Status.SERVING:
+        if self._suspected and status in (Status.SERVING, Status.PUBLISHING):
             status = Status.DOWN
         paused = 0.0 if self._paused_since is None else time.monotonic() - self._paused_since
         return ReplicaState(status, self.version, self.num_open + self._others, paused)

@@ -263,6 +263,25 @@ def test_requests_avoid_the_server_that_is_published_to():
     run(test)
 
 
+def test_a_server_that_dies_while_it_is_published_to_is_not_asked_again_and_again():
+    async def test(server):
+        async with fleet_of(server) as fleet:
+            generation = Generation(fleet, max_tokens=60)
+            await generation.reach(3)
+            server.may_commit.clear()
+            publishing = asyncio.create_task(fleet.publish(None, 2, True))
+            while not server.paused:
+                await asyncio.sleep(0)
+            await server.die()
+            await asyncio.sleep(0.1)
+            server.may_commit.set()
+            await server.come_back()
+            assert (await publishing).version == 2
+            assert set((await generation.whole()).versions) == {1, 2} and fleet.num_moved == 1
+
+    run(test, count=1)
+
+
 def test_a_publish_that_is_not_in_flight_waits_for_generations_and_holds_others_back():
     async def test(server):
         async with fleet_of(server) as fleet:
