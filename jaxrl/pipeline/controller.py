@@ -19,6 +19,7 @@ longer all be trained in time at G a step. Dropping a stale group is what remain
 sync has no admission beyond its own step: groups step · G to (step + 1) · G - 1, trained in index order.
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -356,11 +357,13 @@ def _train_windowed(state: State) -> tuple[State, tuple[Action, ...]]:
 
 def _may_pass(state: State, batch: tuple[Buffered, ...]) -> bool:
     """Whether no running group is passed by more than window - 1 later ones."""
-    return all(g.num_passed + _num_later(batch, g.index) < state.config.window for g in state.running)
+    taken = [g.index for g in batch]
+    return all(g.num_passed + _num_later(taken, g.index) < state.config.window for g in state.running)
 
 
-def _num_later(batch: tuple[Buffered, ...], index: int) -> int:
-    return sum(g.index > index for g in batch)
+def _num_later(taken: list[int], index: int) -> int:
+    """Groups after `index` among those of a batch, which are sorted."""
+    return len(taken) - bisect_right(taken, index)
 
 
 def _leaves_time(state: State, batch: tuple[Buffered, ...]) -> bool:
@@ -380,12 +383,13 @@ def _leaves_time(state: State, batch: tuple[Buffered, ...]) -> bool:
 
 
 def _train(state: State, batch: tuple[Buffered, ...]) -> tuple[State, tuple[Action, ...]]:
-    taken = {g.index for g in batch}
+    indices = [g.index for g in batch]
+    taken = set(indices)
     state = replace(
         state,
         phase=Phase.TRAINING,
-        training=tuple(g.index for g in batch),
+        training=tuple(indices),
         buffer=tuple(g for g in state.buffer if g.index not in taken),
-        running=tuple(replace(g, num_passed=g.num_passed + _num_later(batch, g.index)) for g in state.running),
+        running=tuple(replace(g, num_passed=g.num_passed + _num_later(indices, g.index)) for g in state.running),
     )
     return state, (Train(state.step, state.training),)

@@ -1,0 +1,87 @@
+"""What a simulated run does: how long its answers are and its tools take, and how fast its two sides are.
+
+Everything random of a group depends on the seed and the group's index alone, so that two runs that differ in their
+settings answer the same tasks with the same answers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+Quantiles = tuple[float, ...]  # of a distribution, evenly spaced from its least to its largest value
+Curve = tuple[tuple[float, float], ...]  # (x, y) by growing x, linear between them and beyond the last
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The episodes of a run."""
+
+    lengths: Quantiles  # tokens sampled per model call
+    group_size: int
+    latencies: Quantiles = (0.0, 0.0)  # seconds the environment takes after a call
+    calls: int = 1  # model calls of an episode
+    prompt_tokens: float = 0.0  # stored once per group
+    context_tokens: float = 0.0  # that each call but the first adds: tool results
+    failing: float = 0.0  # share of the episodes that fail
+    barren: float = 0.0  # share of the groups that have no variance
+    stragglers: float = 0.0  # share of the calls whose environment takes `straggler_seconds` more
+    straggler_seconds: float = 0.0
+    growth: float = 0.0  # lengths grow by this share of their first value per optimizer step
+    shift_step: int = 0  # groups submitted from this optimizer step on are `shift` times as long; 0: none
+    shift: float = 1.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The two sides. Trainer: a step takes step_seconds + batch_seconds for each batch of `rows` rows of row_length tokens."""
+
+    decode: Curve  # (sequences that a replica decodes, seconds per token of each)
+    slots: int  # sequences that a replica decodes at once; others wait
+    batch_seconds: float
+    row_length: int
+    rows: int = 1
+    step_seconds: float = 0.0
+    replicas: int = 1
+    concurrency: int = 1 << 30  # episodes in progress
+    publish_seconds: float = 0.0
+    evaluate_seconds: float = 0.0
+    checkpoint_seconds: float = 0.0
+    overlap: float = 1.0  # speed of each side while both work, where they share a processor
+
+    def num_batches(self, tokens: float) -> int:
+        """Row batches that hold so many unique tokens. The packer fills rows up to a few tokens; a step has one batch at least."""
+        return max(1, int(-(-tokens // (self.row_length * self.rows))))
+
+
+@dataclass(frozen=True)
+class DrawnGroup:
+    """Arrays [group_size, calls]."""
+
+    lengths: np.ndarray  # whole tokens, at least 1
+    latencies: np.ndarray  # seconds
+    failed: np.ndarray  # bool [group_size]
+    is_barren: bool
+    tokens: int  # unique, of the episodes that did not fail, prompt and context included
+    trained: int  # sampled tokens of those
+
+
+def from_quantiles(quantiles: Sequence[float], uniform: np.ndarray) -> np.ndarray:
+    """The values at `uniform` in [0, 1]."""
+    return np.interp(uniform, np.linspace(0, 1, len(quantiles)), quantiles)
+
+
+def draw_group(workload: Workload, seed: int, index: int, step: int) -> DrawnGroup:
+    """Group `index`, submitted while the trainer is at `step`."""
+    w = workload
+    rng = np.random.default_rng((seed, index))
+    shape = (w.group_size, w.calls)
+    uniform = rng.random((3, *shape))
+    factor = (1 + w.growth * step) * (w.shift if 0 < w.shift_step <= step else 1.0)
+    lengths = np.maximum(1, np.rint(from_quantiles(w.lengths, uniform[0]) * factor)).astype(np.int64)
+    latencies = from_quantiles(w.latencies, uniform[1]) + (uniform[2] < w.stragglers) * w.straggler_seconds
+    chance = rng.random(w.group_size + 1)
+    failed = chance[1:] < w.failing
+    trained = int(lengths[~failed].sum())
+    context = w.context_tokens * (w.calls - 1) * int((~failed).sum())
+    return DrawnGroup(lengths, latencies, failed, bool(chance[0] < w.barren), int(w.prompt_tokens + context + trained), trained)
