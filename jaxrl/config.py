@@ -251,7 +251,10 @@ class AttentionConfig(_Table):
 
 
 class OptimizerConfig(_Table):
-    lr: float = Field(default=1e-5, ge=0, description="Peak learning rate of AdamW.")
+    kind: Literal["adamw", "muon"] = Field(
+        default="adamw", description="muon: on the linear layers; embedding, head, norms and biases keep AdamW."
+    )
+    lr: float = Field(default=1e-5, ge=0, description="Peak learning rate. Muon's updates have the size of AdamW's.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="Course of the learning rate after warm-up; linear and cosine end at 0."
     )
@@ -260,7 +263,16 @@ class OptimizerConfig(_Table):
     b1: float = Field(default=0.9, ge=0, lt=1, description="Decay of the first moment.")
     b2: float = Field(default=0.95, ge=0, lt=1, description="Decay of the second moment.")
     eps: float = Field(default=1e-8, gt=0, description="Added to the root of the second moment.")
+    momentum: float = Field(default=0.95, ge=0, lt=1, description="muon: decay of the momentum.")
     clip_norm: float = Field(default=1.0, ge=0, description="Largest global gradient norm; 0 is off.")
+    delay_correction: float = Field(
+        default=0.0,
+        ge=0,
+        description="Extrapolates each update by this times its change since the last: for gradients one update late, 1.",
+    )
+    lag_scaling: float = Field(
+        default=0.0, ge=0, description="The learning rate is divided by 1 + lag_scaling · mean lag of the step's tokens."
+    )
 
 
 class MeshConfig(_Table):
@@ -443,6 +455,10 @@ def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
         yield from ((f"sampler.{key}", "sampler.urls: those servers run already") for key in started)
     if sampler.transport not in ("auto", "file"):
         yield "sampler.shared_folder", f'sampler.transport = "{sampler.transport}"'
+    if config.optimizer.kind == "adamw":
+        yield "optimizer.momentum", 'optimizer.kind = "adamw"'
+    if config.pipeline.mode == "sync":
+        yield from ((f"optimizer.{key}", 'pipeline.mode = "sync"') for key in ("delay_correction", "lag_scaling"))
     if config.mesh.context == 1:
         yield "attention.transport", "mesh.context = 1"
     if held_out == 0:

@@ -30,7 +30,7 @@ from jaxrl.models.architecture import Architecture
 from jaxrl.models.decoder import Decoder, abstract_variables, shardings
 from jaxrl.trainer.coefficients import Coefficients, Measured, make_coefficients, measured
 from jaxrl.trainer.forward import Variables, read_rows, row_logprobs, row_losses, row_terms
-from jaxrl.trainer.optimizer import make_optimizer, make_schedule
+from jaxrl.trainer.optimizer import lag_factor, like_params, make_optimizer, make_schedule
 from jaxrl.trainer.placement import PlacedRows, check_mesh, put_rows
 from jaxrl.trainer.state import TrainState, variables_of
 
@@ -150,7 +150,7 @@ def make_trainer(config: Config, architecture: Architecture, mesh: Mesh) -> Trai
 def _make_update(loss: Loss, schedule: optax.Schedule, config: Config, decoder: Decoder, placed: Any) -> Update:
     """The parts of a step. `placed` are the shardings of the trainable parameters, and of their gradients."""
     mesh, algorithm = decoder.mesh, config.algorithm
-    optimizer = make_optimizer(config.optimizer, schedule)
+    optimizer = make_optimizer(config.optimizer, schedule, mesh)
     dtype = jnp.promote_types(config.model.param_dtype, jnp.float32)
     shapes = abstract_variables(decoder)["params" if config.model.lora is None else "lora"]
     placed_totals = Totals(placed, *[_replicated(mesh)] * 5)
@@ -204,12 +204,14 @@ def _make_update(loss: Loss, schedule: optax.Schedule, config: Config, decoder: 
         norm = optax.tree.norm(totals.gradients)
         is_finite = jnp.isfinite(norm) & jnp.isfinite(totals.loss)
         gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), totals.gradients, state.trainable)
-        updates, opt_state = optimizer.update(gradients, state.opt_state, state.trainable)
+        of_terms = means(totals.sums)
+        lag = of_terms["lag"]
+        updates, opt_state = optimizer.update(gradients, state.opt_state, state.trainable, lag=lag)
         updated = TrainState(state.step + 1, optax.apply_updates(state.trainable, updates), state.frozen, opt_state)
-        metrics = means(totals.sums) | {
+        metrics = of_terms | {
             "loss": totals.loss,
             "gradient_norm": norm,
-            "learning_rate": schedule(state.step),
+            "learning_rate": schedule(state.step) * lag_factor(config.optimizer.lag_scaling, lag),
             "nonfinite": 1 - is_finite,
             "nonfinite_batch": totals.nonfinite_batch,
             "nonfinite_row": totals.nonfinite_row,
@@ -235,7 +237,9 @@ def _make_update(loss: Loss, schedule: optax.Schedule, config: Config, decoder: 
 
 
 def _make_init(config: Config, decoder: Decoder, placed: Variables, trainable: str) -> Callable[[Variables], TrainState]:
-    optimizer = make_optimizer(config.optimizer, optax.constant_schedule(0.0))  # its state is that of any schedule
+    optimizer = make_optimizer(
+        config.optimizer, optax.constant_schedule(0.0), decoder.mesh
+    )  # its state is that of any schedule
     shapes = abstract_variables(decoder)[trainable]
     out = _state_shardings(optimizer, shapes, placed[trainable], decoder.mesh)
 
@@ -275,13 +279,7 @@ def _sums_of(loss: Loss, algorithm: AlgorithmConfig, has_reference: bool) -> Los
 
 def _state_shardings(optimizer: optax.GradientTransformation, shapes: Any, placed: Any, mesh: Mesh) -> TrainState:
     """Moments lie where their parameters do; counters everywhere."""
-    opt_state = optax.tree_map_params(
-        optimizer,
-        lambda _, sharding: sharding,
-        jax.eval_shape(optimizer.init, shapes),
-        placed,
-        transform_non_params=lambda _: _replicated(mesh),
-    )
+    opt_state = like_params(jax.eval_shape(optimizer.init, shapes), placed, _replicated(mesh))
     return TrainState(_replicated(mesh), placed, {}, opt_state)
 
 
