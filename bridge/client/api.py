@@ -3,9 +3,10 @@
 The key is sent in a header and is in no message.
 """
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 from bridge.client.errors import BY_KIND, ServerError, TimedOut, Unauthorised, Unreachable
@@ -35,8 +36,11 @@ class ServerApi:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
             trust_env=False,  # no proxy stands before a server of our own
         )
+        self._session: Session | None = None
 
     async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
         await self._client.aclose()
 
     async def healthy(self) -> bool:
@@ -69,19 +73,15 @@ class ServerApi:
             "stop_token_ids": list(params.stop_token_ids),
             "priority": priority,
         }
-        timeout = httpx.Timeout(REPLY_SECONDS, connect=CONNECT_SECONDS, read=LINE_SECONDS)
-        with self._errors("/bridge/generate", LINE_SECONDS):
-            async with self._client.stream("POST", "/bridge/generate", json=body, timeout=timeout) as response:
-                if response.status_code >= 400:
-                    await response.aread()
-                    raise self._error(response)
-                async for line in _lines(response):
-                    if "error" in line:
-                        raise self._named(line["error"])
-                    yield line
-                    if line.get("finish_reason") is not None:
-                        return
-        raise Unreachable(self.url, "the stream of a generation ended before its last line")
+        if self._session is None or self._session.failure is not None:
+            self._session = Session(self)
+        async with aclosing(self._session.lines(request_id, body)) as lines:
+            async for line in lines:
+                if "error" in line:
+                    raise self._named(line["error"])
+                yield line
+                if line.get("finish_reason") is not None:
+                    return
 
     async def begin(
         self,
@@ -178,6 +178,92 @@ class ServerApi:
 
     def _named(self, error: Mapping[str, Any]) -> ServerError:
         return BY_KIND.get(error["kind"], ServerError)(self.url, error["message"])
+
+
+class Session:
+    """All generations of this client at one server over one connection: requests go out in batches, as many as have come up
+    while the last batch was on its way, and every line that comes back has news of several."""
+
+    def __init__(self, api: ServerApi):
+        self._api = api
+        self._queues: dict[str, asyncio.Queue[dict[str, Any] | ServerError]] = {}
+        self._requests: list[dict[str, Any]] = []
+        self._cancelled: list[str] = []
+        self._waiting = asyncio.Event()  # something is to be sent
+        self.failure: ServerError | None = None
+        self._task = asyncio.create_task(self._run())
+
+    async def lines(self, request_id: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """Lines of one generation, the last with a finish reason or an error. Raises ServerError when the line breaks."""
+        if self.failure is not None:
+            raise self.failure
+        queue = self._queues[request_id] = asyncio.Queue()
+        self._requests.append(body)
+        self._waiting.set()
+        line: dict[str, Any] = {}
+        try:
+            while "error" not in line and line.get("finish_reason") is None:
+                try:
+                    line = await asyncio.wait_for(queue.get(), LINE_SECONDS)
+                except TimeoutError:
+                    raise TimedOut(self._api.url, f"no token of a generation came within {LINE_SECONDS:g} s") from None
+                if isinstance(line, ServerError):
+                    raise line
+                yield line
+        finally:
+            del self._queues[request_id]
+            if self.failure is None and "error" not in line and line.get("finish_reason") is None:
+                self._cancelled.append(request_id)
+                self._waiting.set()
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    async def _run(self) -> None:
+        route = "/bridge/session"
+        timeout = httpx.Timeout(REPLY_SECONDS, connect=CONNECT_SECONDS)
+        try:
+            with self._api._errors(route, REPLY_SECONDS):
+                async with self._api._client.stream("POST", route, timeout=timeout) as response:
+                    if response.status_code >= 400:
+                        await response.aread()
+                        raise self._api._error(response)
+                    await self._serve(response)
+            raise Unreachable(self._api.url, "the connection of the generations was closed")
+        except ServerError as error:
+            self._fail(error)
+        except asyncio.CancelledError:
+            self._fail(Unreachable(self._api.url, "the connection of the generations was closed here"))
+            raise
+
+    async def _serve(self, response: httpx.Response) -> None:
+        lines = _lines(response)
+        session_id = (await anext(lines))["session"]
+        sending = asyncio.create_task(self._send(session_id))
+        try:
+            async for line in lines:
+                for request_id, news in line["lines"].items():
+                    if request_id in self._queues:
+                        self._queues[request_id].put_nowait(news)
+                if sending.done():
+                    sending.result()
+        finally:
+            sending.cancel()
+
+    async def _send(self, session_id: str) -> None:
+        while True:
+            await self._waiting.wait()
+            self._waiting.clear()
+            requests, self._requests = self._requests, []
+            cancelled, self._cancelled = self._cancelled, []
+            body = {"requests": requests, "cancel": cancelled}
+            await self._api._call("POST", f"/bridge/session/{session_id}", body, timeout=REPLY_SECONDS)
+
+    def _fail(self, error: ServerError) -> None:
+        self.failure = error
+        for queue in self._queues.values():
+            queue.put_nowait(error)
 
 
 async def _lines(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:

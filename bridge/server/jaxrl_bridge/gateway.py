@@ -18,12 +18,12 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxrl_bridge.adapters import Adapters
 from jaxrl_bridge.errors import STATUS, BridgeError
 from jaxrl_bridge.publish import Publisher, tell_version
-from jaxrl_bridge.streams import Streams
+from jaxrl_bridge.sessions import LINE_INTERVAL, Session
+from jaxrl_bridge.streams import Stream, Streams
 
 logger = logging.getLogger("vllm.jaxrl_bridge")
 PROTOCOL = 1
 UNPUBLISHED = -1  # the version of the weights that the server loaded itself
-LINE_INTERVAL = 0.02  # seconds: tokens that come faster share a line, for a line costs both sides more than a token
 BODY_LIMIT = 256 << 20  # bytes of a JSON body
 KEY_VARIABLE = "JAXRL_BRIDGE_KEY"
 _key = os.environ.pop(KEY_VARIABLE, "")  # not inherited by vLLM's own child processes
@@ -67,6 +67,7 @@ class _Bridge:
         silence = float(os.environ.get("JAXRL_BRIDGE_PUBLISH_TIMEOUT", "60"))
         self.publisher = Publisher(self.engine, self.streams, self.workers, silence)
         self.adapters = Adapters(self.engine, self.streams)
+        self.sessions: dict[str, Session] = {}
 
     @classmethod
     async def create(cls, state) -> "_Bridge":
@@ -101,6 +102,10 @@ class _Bridge:
                 await _json(send, self.state())
             case ("POST", "generate"):
                 await self.generate(await _body(receive), receive, send)
+            case ("POST", "session"):
+                await self.session(receive, send)
+            case ("POST", "session", session_id):
+                await _json(send, await _checked(self.submit, session_id, await _body(receive)))
             case ("POST", "publish", "begin"):
                 await _json(send, await _checked(self.publisher.begin, await _body(receive)))
             case ("PUT", "publish", publish_id, "data"):
@@ -147,23 +152,49 @@ class _Bridge:
             "uuid": self.info["uuid"],
         }
 
-    async def generate(self, body: dict, receive, send) -> None:
+    async def open(self, body: dict, left: asyncio.Future) -> Stream | None:
+        """Hands a generation to vLLM; None if its client has left meanwhile. Raises BridgeError."""
         params = _sampling_params(body)
         prompt_ids = body["prompt_ids"]
         if not prompt_ids or not all(isinstance(token, int) and token >= 0 for token in prompt_ids):
             raise BridgeError("bad_request", "prompt_ids must be a list of token ids, at least one")
         priority = body.get("priority", 0) if self.config.scheduler_config.policy == "priority" else 0
+        return await self.streams.open(body["request_id"], prompt_ids, params, priority, left)
+
+    async def close(self, stream: Stream) -> None:
+        await self.streams.close(stream)
+        await self.adapters.sweep()
+
+    async def generate(self, body: dict, receive, send) -> None:
         left = asyncio.ensure_future(_disconnected(receive))
         stream = None
         try:
-            stream = await self.streams.open(body["request_id"], prompt_ids, params, priority, left)
+            stream = await self.open(body, left)
             if stream is not None:
                 await self._send_lines(stream, left, send)
         finally:
             left.cancel()
             if stream is not None:
-                await self.streams.close(stream)
-                await self.adapters.sweep()
+                await self.close(stream)
+
+    async def session(self, receive, send) -> None:
+        left = asyncio.ensure_future(_disconnected(receive))
+        session = Session(self, left)
+        self.sessions[session.id] = session
+        headers = [(b"content-type", b"application/x-ndjson")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        try:
+            await session.run(lambda line: _chunk(send, line))
+        finally:
+            del self.sessions[session.id]
+            left.cancel()
+            await session.close()
+
+    async def submit(self, session_id: str, body: dict) -> dict:
+        if (session := self.sessions.get(session_id)) is None:
+            raise BridgeError("bad_request", f"no session {session_id} is open")
+        await session.submit(body["requests"], body["cancel"])
+        return {}
 
     async def _send_lines(self, stream, left: asyncio.Future, send) -> None:
         headers = [(b"content-type", b"application/x-ndjson")]
@@ -241,10 +272,14 @@ def _authorised(scope) -> bool:
 
 
 async def _refuse(scope, receive, send) -> None:
-    if scope["type"] == "websocket":
-        await receive()
-        return await send({"type": "websocket.close", "code": 1008})
-    await _json(send, BridgeError("bad_request", "this server wants its key: Authorization: Bearer KEY").as_json(), 401)
+    refusal = BridgeError("bad_request", "this server wants its key: Authorization: Bearer KEY")
+    if scope["type"] == "http":
+        return await _json(send, refusal.as_json(), 401)
+    await receive()  # the opening handshake, answered before it is accepted
+    if "websocket.http.response" in scope.get("extensions", {}):
+        await send({"type": "websocket.http.response.start", "status": 401, "headers": []})
+        return await send({"type": "websocket.http.response.body", "body": b""})
+    await send({"type": "websocket.close", "code": 1008})
 
 
 async def _disconnected(receive) -> None:

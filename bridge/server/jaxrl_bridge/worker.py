@@ -184,14 +184,20 @@ class BridgeWorker:
             incoming.loading = True
             if not in_place:
                 initialize_layerwise_reload(model)
-        for entry, tensor in zip(bucket, tensors, strict=True):
-            # A reload by layer holds on to tensors until their layer is complete, longer than the source may be read.
-            weight = tensor if in_place else tensor.clone()
-            try:
-                loaded = model.load_weights([(entry["name"], weight)])
-            except Exception as error:
-                raise BridgeError("mismatch", f"vLLM cannot load {entry['name']}: {type(error).__name__}: {error}") from error
-            incoming.loaded = None if loaded is None or incoming.loaded is None else incoming.loaded | loaded
+        name = ""
+
+        def named():
+            nonlocal name
+            for entry, tensor in zip(bucket, tensors, strict=True):
+                name = entry["name"]
+                # A reload by layer holds on to tensors until their layer is complete, longer than the source may be read.
+                yield name, tensor if in_place else tensor.clone()
+
+        try:
+            loaded = model.load_weights(named())  # all at once: a call looks at every parameter of the model first
+        except Exception as error:
+            raise BridgeError("mismatch", f"vLLM cannot load {name}: {type(error).__name__}: {error}") from error
+        incoming.loaded = None if loaded is None or incoming.loaded is None else incoming.loaded | loaded
 
     def bridge_wait(self) -> None:
         if torch.device(self.device).type == "cuda":
