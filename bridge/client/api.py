@@ -206,7 +206,7 @@ class Session:
                 try:
                     line = await asyncio.wait_for(queue.get(), LINE_SECONDS)
                 except TimeoutError:
-                    raise TimedOut(self._api.url, f"no token of a generation came within {LINE_SECONDS:g} s") from None
+                    raise TimedOut(self._api.url, f"a generation did not answer within {LINE_SECONDS:g} s") from None
                 if isinstance(line, ServerError):
                     raise line
                 yield line

@@ -36,12 +36,13 @@ class FakeServer:
         self.may_commit = asyncio.Event()  # cleared: a commit takes until it is set
         self.may_commit.set()
         self.extra_state: dict = {}
-        self.requests: list[dict] = []  # bodies of /bridge/generate
+        self.requests: list[dict] = []  # of sessions
         self.publishes: list[dict] = []  # bodies of begin
         self.aborts = 0
         self.running = 0
         self._open: dict | None = None
         self._writers: set[asyncio.StreamWriter] = set()
+        self._sessions: dict[str, tuple[asyncio.StreamWriter, dict[str, asyncio.Task]]] = {}
         self._admit = asyncio.Event()
         self._admit.set()
 
@@ -98,8 +99,11 @@ class FakeServer:
             return self._json(writer, {})
         if path == "/bridge/state":
             return self._json(writer, self.state())
-        if path == "/bridge/generate":
-            return await self._generate(json.loads(body), writer)
+        if path == "/bridge/session":
+            return await self._session(writer)
+        if path.startswith("/bridge/session/"):
+            answer = self._submit(path.split("/")[-1], json.loads(body))
+            return self._json(writer, answer, 404 if "error" in answer else 200)
         if path.startswith("/bridge/publish/"):
             route = path.split("?")[0].split("/")[-1]
             answer = await self._publish(route, json.loads(body) if body and method == "POST" else {})
@@ -128,15 +132,40 @@ class FakeServer:
             "pid": os.getpid(),
         } | self.extra_state
 
+    async def _session(self, writer: asyncio.StreamWriter) -> None:
+        name = f"s{len(self._sessions)}"
+        tasks: dict[str, asyncio.Task] = {}
+        self._sessions[name] = writer, tasks
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Type: application/x-ndjson\r\n\r\n")
+        try:
+            await _chunk(writer, {"session": name})
+            while not writer.transport.is_closing():
+                await asyncio.sleep(0.01)
+        finally:
+            for task in tasks.values():
+                task.cancel()
+
+    def _submit(self, name: str, body: dict) -> dict:
+        if name not in self._sessions:
+            return _error("bad_request", f"no session {name}")
+        writer, tasks = self._sessions[name]
+        for request in body["requests"]:
+            tasks[request["request_id"]] = asyncio.create_task(self._generate(request, writer))
+        for request_id in body["cancel"]:
+            tasks[request_id].cancel()
+        return {}
+
     async def _generate(self, body: dict, writer: asyncio.StreamWriter) -> None:
+        async def emit(line: dict) -> None:
+            await _chunk(writer, {"lines": {body["request_id"]: line}})
+
         if self.generate_status is not None:
-            return self._json(writer, _error("internal", "out of order"), self.generate_status)
+            return await emit(_error("internal", f"out of order: {self.generate_status}"))
         await self._admit.wait()
         if self.quarantined:
-            return self._json(writer, _error("quarantined", self.quarantined), 409)
+            return await emit(_error("quarantined", self.quarantined))
         self.requests.append(body)
         ids = list(body["prompt_ids"])
-        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Type: application/x-ndjson\r\n\r\n")
         self.running += 1
         try:
             for n in range(1, body["max_tokens"] + 1):
@@ -150,15 +179,13 @@ class FakeServer:
                     line["finish_reason"] = "stop"
                 elif n == body["max_tokens"]:
                     line["finish_reason"] = "length"
-                text = json.dumps(line).encode() + b"\n"
-                writer.write(f"{len(text):x}\r\n".encode() + text + b"\r\n")
-                await writer.drain()
+                await emit(line)
                 if n == self.drop_after:
                     return writer.transport.abort()
                 if "finish_reason" in line:
-                    break
-            writer.write(b"0\r\n\r\n")
-            await writer.drain()
+                    return
+        except ConnectionError:
+            pass  # the client has gone
         finally:
             self.running -= 1
 
@@ -195,6 +222,12 @@ class FakeServer:
     def _json(self, writer: asyncio.StreamWriter, answer: dict, status: int = 200) -> None:
         text = json.dumps(answer).encode()
         writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(text)}\r\n\r\n".encode() + text)
+
+
+async def _chunk(writer: asyncio.StreamWriter, line: dict) -> None:
+    text = json.dumps(line).encode() + b"\n"
+    writer.write(f"{len(text):x}\r\n".encode() + text + b"\r\n")
+    await writer.drain()
 
 
 def _error(kind: str, message: str) -> dict:
