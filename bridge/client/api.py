@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any
 
-from bridge.client.errors import BY_KIND, ServerError, TimedOut, Unauthorised, Unreachable
+from bridge.client.errors import BY_KIND, BadRequest, ServerError, TimedOut, Unauthorised, Unreachable
 from jaxrl.rollout.protocol import SamplerError, SamplingParams
 
 try:
@@ -231,8 +231,12 @@ class Session:
                         raise self._api._error(response)
                     await self._serve(response)
             raise Unreachable(self._api.url, "the connection of the generations was closed")
+        except BadRequest as error:  # of the connection, which is none of the generations' doing
+            self._fail(Unreachable(self._api.url, f"the connection of the generations was given up: {error}"))
         except ServerError as error:
             self._fail(error)
+        except Exception as error:  # what is no answer of this protocol: whoever waits must hear of it
+            self._fail(ServerError(self._api.url, f"{route}: {type(error).__name__}: {error}"))
         except asyncio.CancelledError:
             self._fail(Unreachable(self._api.url, "the connection of the generations was closed here"))
             raise

@@ -249,9 +249,9 @@ class Replica:
             self._set(Status.PUBLISHING)
             force = self.version < 0 and (self.answer["version"] >= target.version or bool(self.answer["quarantined"]))
             report = await self._link.publish(target.weights, target.version, in_flight=target.in_flight, force=force)
-        self._published_at = time.monotonic()
+        self._published_at, self._paused_since = time.monotonic(), None
         self.version, self.report, self.missed = target.version, report, None
-        self.changed()
+        self._set(Status.SERVING)  # in the same moment: whoever waits for the version finds it open
 
     async def _until_needed(self) -> None:
         """Returns when there is another version to serve."""
@@ -347,13 +347,15 @@ class Replica:
             await asyncio.sleep(POLL_SECONDS)
 
     def _hear(self, answer: dict[str, Any], asked: float) -> None:
-        self.answer = answer
-        self._others = max(0, answer["running"] + answer["waiting"] - self.num_open)
-        self._paused_since = (self._paused_since or asked) if answer["paused"] else None
         if self._suspected:
             self._suspected = False
             self._wake.set()
-        is_settled = self.status is Status.SERVING and asked > self._published_at and self.version >= 0
+        if asked < self._published_at:
+            return self.changed()  # of before the publish
+        self.answer = answer
+        self._others = max(0, answer["running"] + answer["waiting"] - self.num_open)
+        self._paused_since = (self._paused_since or asked) if answer["paused"] else None
+        is_settled = self.status is Status.SERVING and self.version >= 0
         if is_settled and (answer["quarantined"] or answer["version"] != self.version):
             what = answer["quarantined"] or f"it serves version {answer['version']}, not {self.version}"
             self.distrust(SamplerError(f"vLLM server {self.name}: {what}; it gets its weights again"))

@@ -215,6 +215,18 @@ def test_a_server_that_answers_500_is_avoided_and_alone_it_is_named():
     run(test)
 
 
+def test_a_server_that_forgot_the_connection_of_the_generations_gets_another():
+    async def test(server):
+        async with fleet_of(server) as fleet:
+            first = Generation(fleet)
+            await first.reach(3)
+            server._sessions.clear()
+            await Generation(fleet, [8]).whole()
+            await first.whole()
+
+    run(test, count=1)
+
+
 def test_a_request_that_a_server_refuses_is_not_tried_again():
     async def test(server):
         async with fleet_of(server) as fleet:
@@ -242,6 +254,21 @@ def test_a_rolling_publish_leaves_part_of_the_fleet_generating_and_returns_when_
             assert (await publishing).num_bytes == 16
 
     run(test, count=4)
+
+
+def test_requests_that_follow_a_publish_at_once_are_spread_over_all_servers():
+    async def test(*servers):
+        async with fleet_of(*servers) as fleet:
+            for version in (2, 3, 4):
+                generations = [Generation(fleet, [i], max_tokens=20) for i in range(8)]
+                for generation in generations:
+                    await generation.reach(1)
+                assert [replica.num_open for replica in fleet._replicas] == [4, 4]
+                for generation in generations:
+                    await generation.whole()
+                await fleet.publish(None, version, True)
+
+    run(test)
 
 
 def test_requests_avoid_the_server_that_is_published_to():
@@ -488,7 +515,7 @@ def test_a_line_that_never_comes_has_a_limit(monkeypatch):
     async def test(server):
         async with fleet_of(server) as fleet:
             server.silent = True
-            with pytest.raises(SamplerError, match=rf"{server.url}.*did not answer within 0.1 s"):
+            with pytest.raises(SamplerError, match=rf"{server.url}.*within 0.1 s"):
                 await Generation(fleet).whole()
             assert len(server.requests) <= ATTEMPTS
 
