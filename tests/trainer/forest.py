@@ -17,7 +17,7 @@ from jaxrl.models.decoder import Decoder, head_matrix
 from jaxrl.packing.weights import fold_weights
 
 sys.path.append(str(Path(__file__).parent.parent / "losses"))
-from equations import CASES, ppo  # noqa: E402, F401  (the tests of this folder take them from here)
+from equations import CASES, gspo, ppo  # noqa: E402, F401  (the tests of this folder take them from here)
 
 VOCAB = 64
 CANDIDATES = 3

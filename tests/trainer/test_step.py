@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from forest import make_architecture, make_config, make_forest, naive_logprobs, naive_step, pad, ppo
+from forest import gspo, make_architecture, make_config, make_forest, naive_logprobs, naive_step, pad, ppo
 
 from jaxrl.config import ConfigError, MeshConfig
 from jaxrl.losses.advantages import supervised
@@ -23,7 +23,19 @@ CONFIG = make_config(
     optimizer={"lr": LR, "weight_decay": 0.1, "clip_norm": 0.5},
     sft={"data": "traces.jsonl", "lr": 1e-2, "steps": 20, "warmup_steps": 2},
 )
-LORA = make_config(model={"lora": {"rank": 4}}, optimizer={"lr": LR})
+LORA = make_config(model={"lora": {"rank": 4}}, optimizer={"lr": LR}, algorithm={"kl_weight": 0.1})
+ACROSS_ROWS = make_config(
+    pipeline={"mode": "async"},
+    algorithm={
+        "loss": "gspo",
+        "clip_low": 0.1,
+        "mask_level": "geometric",
+        "mask_low": 0.97,
+        "mask_high": 1.03,
+        "kl_weight": 0.1,
+    },
+    optimizer={"lr": LR, "kind": "muon", "delay_correction": 1.0, "lag_scaling": 0.5, "clip_norm": 0.0},
+)
 
 
 def one_device():
@@ -74,6 +86,35 @@ def test_a_step_is_adamw_on_the_gradient_of_the_trajectories_one_by_one(trainer,
     assert float(metrics["learning_rate"]) == pytest.approx(LR)
     assert int(metrics["terms"]) == sum(int(t.trajectory.trainable.sum()) for t in forest)
     assert all(x.shape == () for x in metrics.values()) and int(metrics["nonfinite"]) == 0
+
+
+def test_a_loss_that_sums_across_rows_and_a_reference():
+    """Two steps of everything a step can have: sums of episodes that lie in several rows and microbatches, KL to the
+    weights of step 0, Muon. The second step's loss is the equation's, its state all finite."""
+    trainer = make_trainer(ACROSS_ROWS, make_architecture(), one_device())
+    variables = init_variables(trainer.decoder, jax.random.key(0), trainer.mesh)
+    forest, padded = make_forest(), pad(make_forest())
+    batches = batches_of(forest)
+    assert len(batches) > 1
+    state, metrics = trainer.train_step(trainer.init(variables), batches)
+    assert float(metrics["kl_reference"]) < 1e-10
+    assert_same(state.reference, variables["params"])
+    held = jax.tree.map(jnp.copy, state.trainable)
+    state, metrics = trainer.train_step(state, batches)
+
+    @jax.jit
+    def one_by_one(params):
+        x = naive_step(trainer.decoder, {"params": params}, padded)
+        x.reference, _ = naive_logprobs(trainer.decoder, variables, padded)
+        lag = jnp.where(x.mask, jnp.maximum(1 - padded["version"][:, 1:], 0), 0).sum() / x.mask.sum()
+        return gspo(x, ACROSS_ROWS.algorithm), lag
+
+    loss, lag = one_by_one(held)
+    assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-4)
+    assert 0 < float(metrics["kept"]) < 1 and float(metrics["kl_reference"]) > 0
+    assert float(metrics["learning_rate"]) == pytest.approx(LR / (1 + 0.5 * float(lag))) and float(lag) > 0
+    assert_same(state.reference, variables["params"])
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
 
 
 def test_nothing_recompiles_and_donation_spares_what_the_caller_holds(trainer, variables):
@@ -149,6 +190,7 @@ def test_adapters_train_alone():
     state, metrics = trainer.train_step(state, batches_of(make_forest()))
     assert_same(state.frozen, base)
     assert float(metrics["gradient_norm"]) > 0
+    assert state.reference == {} and float(metrics["kl_reference"]) < 1e-10, "the reference is the base, which the start equals"
     assert all(np.any(np.asarray(x)) for p, x in jax.tree_util.tree_leaves_with_path(state.trainable) if p[-1].key == "lora_b")
     assert set(trainer.variables(state)) == {"params", "lora"}
     with pytest.raises(ValueError, match="lora"):
