@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
 from jax.tree_util import DictKey
 
 from jaxrl.config import OptimizerConfig
@@ -38,7 +37,7 @@ def decay_mask(params):
 
 
 def parts(params):
-    """"muon" for the linear layers, "adamw" for the rest: embedding, head, norms and biases are not matrices that map hidden
+    """ "muon" for the linear layers, "adamw" for the rest: embedding, head, norms and biases are not matrices that map hidden
     states to hidden states."""
 
     def one(path, _):
@@ -49,14 +48,14 @@ def parts(params):
 
 
 def make_optimizer(
-    config: OptimizerConfig, schedule: optax.Schedule, mesh: Mesh | None = None
+    config: OptimizerConfig, schedule: optax.Schedule, placed: Any = None
 ) -> optax.GradientTransformationExtraArgs:
-    """AdamW (Loshchilov and Hutter, arXiv:1711.05101), or Muon on the linear layers beside it. `update` takes `lag`, the mean
+    """AdamW (Loshchilov and Hutter, arXiv:1711.05101), or Muon on the linear layers beside it. `placed`: the parameters' shardings. `update` takes `lag`, the mean
     lag of the step's tokens in policy versions, if `lag_scaling` is set."""
     adamw = optax.adamw(schedule, b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay, mask=decay_mask)
     core = adamw
     if config.kind == "muon":
-        matrices = muon(schedule, config.momentum, config.weight_decay, mesh)
+        matrices = muon(schedule, config.momentum, config.weight_decay, placed)
         core = optax.partition({"muon": matrices, "adamw": adamw}, parts)
     clip = [optax.clip_by_global_norm(config.clip_norm)] if config.clip_norm > 0 else []
     scale = [scale_by_lag(config.lag_scaling)] if config.lag_scaling > 0 else []

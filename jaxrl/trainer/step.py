@@ -150,7 +150,7 @@ def make_trainer(config: Config, architecture: Architecture, mesh: Mesh) -> Trai
 def _make_update(loss: Loss, schedule: optax.Schedule, config: Config, decoder: Decoder, placed: Any) -> Update:
     """The parts of a step. `placed` are the shardings of the trainable parameters, and of their gradients."""
     mesh, algorithm = decoder.mesh, config.algorithm
-    optimizer = make_optimizer(config.optimizer, schedule, mesh)
+    optimizer = make_optimizer(config.optimizer, schedule, placed)
     dtype = jnp.promote_types(config.model.param_dtype, jnp.float32)
     shapes = abstract_variables(decoder)["params" if config.model.lora is None else "lora"]
     placed_totals = Totals(placed, *[_replicated(mesh)] * 5)

@@ -101,7 +101,7 @@ def test_muon_against_the_equations_layer_by_layer(layout):
     params = {name: {"kernel": jnp.asarray(x, jnp.float32)} for name, x in stacks.items()}
     gradients = [jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), params) for _ in range(2)]
     cut = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec(None, "fsdp")), params)
-    optimizer = make_optimizer(MUON, CONSTANT, mesh)
+    optimizer = make_optimizer(MUON, CONSTANT, cut)
 
     def two(params, gradients):
         state = optimizer.init(params)
