@@ -458,7 +458,7 @@ def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
     if config.optimizer.kind == "adamw":
         yield "optimizer.momentum", 'optimizer.kind = "adamw"'
     if config.pipeline.mode == "sync":
-        yield from ((f"optimizer.{key}", 'pipeline.mode = "sync"') for key in ("delay_correction", "lag_scaling"))
+        yield "optimizer.lag_scaling", 'pipeline.mode = "sync"'
     if config.mesh.context == 1:
         yield "attention.transport", "mesh.context = 1"
     if held_out == 0:
