@@ -47,6 +47,10 @@ class StepRecord:
     trained: tuple[DrawnGroup, ...] = field(repr=False)
 
 
+class SimulatedFailure(Exception):
+    """The controller ended the run: every episode of a step failed."""
+
+
 Tuner = Callable[[StepRecord, Knobs], Knobs | None]
 
 
@@ -109,11 +113,11 @@ class Simulation:
         self._reset()
 
     def run(self) -> list[StepRecord]:
-        """The steps, until the run ends. Raises RuntimeError if it stalls, and for what the controller fails a run for."""
+        """The steps, until the run ends. Raises SimulatedFailure for what the controller fails a run for."""
         self._give(c.Tick())
         while self.ended is None:
             if not self._events:
-                raise RuntimeError(f"the run stalled at step {self.controller.step}: nothing is under way")
+                raise AssertionError(f"the run stalled at step {self.controller.step}: nothing is under way")
             time, _, handler, arguments = heapq.heappop(self._events)
             self._pass(time)
             handler(*arguments)
@@ -180,7 +184,7 @@ class Simulation:
             case c.Stop(reason):
                 self.ended = reason
             case c.Fail(reason):
-                raise RuntimeError(reason)
+                raise SimulatedFailure(reason)
 
     # The sampler and the environments.
 
@@ -387,5 +391,5 @@ class Simulation:
 def simulate(
     config: ControllerConfig, workload: Workload, machine: Machine, seed: int = 0, tuner: Tuner | None = None
 ) -> list[StepRecord]:
-    """The steps of a run of `config`. Raises RuntimeError for a run that fails or stalls."""
+    """The steps of a run of `config`. Raises SimulatedFailure for a run that fails."""
     return Simulation(config, workload, machine, seed, tuner).run()

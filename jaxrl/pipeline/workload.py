@@ -6,6 +6,7 @@ settings answer the same tasks with the same answers.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -73,11 +74,15 @@ def from_quantiles(quantiles: Sequence[float], uniform: np.ndarray) -> np.ndarra
 
 def draw_group(workload: Workload, seed: int, index: int, step: int) -> DrawnGroup:
     """Group `index`, submitted while the trainer is at `step`."""
-    w = workload
+    factor = (1 + workload.growth * step) * (workload.shift if 0 < workload.shift_step <= step else 1.0)
+    return _draw(workload, seed, index, factor)
+
+
+@lru_cache(maxsize=4096)  # settings that are compared answer the same groups
+def _draw(w: Workload, seed: int, index: int, factor: float) -> DrawnGroup:
     rng = np.random.default_rng((seed, index))
     shape = (w.group_size, w.calls)
     uniform = rng.random((3, *shape))
-    factor = (1 + w.growth * step) * (w.shift if 0 < w.shift_step <= step else 1.0)
     lengths = np.maximum(1, np.rint(from_quantiles(w.lengths, uniform[0]) * factor)).astype(np.int64)
     latencies = from_quantiles(w.latencies, uniform[1]) + (uniform[2] < w.stragglers) * w.straggler_seconds
     chance = rng.random(w.group_size + 1)
