@@ -4,7 +4,7 @@ EXTRAS ?= dev
 
 VLLM ?= cpu
 
-.PHONY: quickstart test install lint lock vllm-env
+.PHONY: quickstart test test-vllm install lint lock vllm-env
 
 install:
 	@sh bootstrap.sh "$(EXTRAS)"
@@ -23,6 +23,10 @@ lint: install
 # vLLM's own environment, .vllm, with the server side of the bridge in it. VLLM=gpu for CUDA.
 vllm-env:
 	@sh bridge/server/install.sh "$(VLLM)" .vllm
+
+# With real servers: a minute to start each.
+test-vllm: install vllm-env
+	$(PYTHON) -m pytest tests/vllm
 
 # Long proofs: tests/proofs/proof_NAME.py; the last log of each is committed under docs/proofs/.
 verify-%: install

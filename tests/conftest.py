@@ -24,6 +24,13 @@ def optimized() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", True)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`make test-vllm` runs tests/vllm: they need vLLM's environment, and servers that take a minute to start."""
+    if collection_path == Path(__file__).parent / "vllm" and not any("vllm" in argument for argument in config.args):
+        return True
+    return None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files whose tests take longest first, so that processes side by side end together."""
     items.sort(key=lambda item: item.path.parent.name not in ("resume", "pipeline"))
