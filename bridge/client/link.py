@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from bridge.client.api import ServerApi
+from bridge.client.errors import Mismatch
 from bridge.client.publish import publish
 from bridge.client.transports.choose import host_id, open_transport
 from bridge.client.weights import Weights
 from jaxrl.config import LoraConfig, SamplerConfig
 from jaxrl.models.architecture import Architecture
+from jaxrl.models.names import parameter_names
 from jaxrl.models.peft import save_adapter
+from jaxrl.models.stacking import at
 from jaxrl.rollout.protocol import PublishReport, SamplerError
 
 PUBLISH_SECONDS = 600.0  # the largest weights over a slow link take minutes
@@ -90,6 +93,7 @@ class Link:
 
     async def _send(self, params: Any, version: int, in_flight: bool, force: bool) -> PublishReport:
         settings = self._settings
+        check_shapes(params, settings.architecture, self._api.url)
         return await publish(
             self._api,
             Weights(params, settings.architecture, settings.config.dtype),
@@ -100,6 +104,19 @@ class Link:
             timeout=PUBLISH_SECONDS,
             force=force,
         )
+
+
+def check_shapes(params: Any, architecture: Architecture, url: str) -> None:
+    """Raises Mismatch naming the first tensor of the server's model that `params` does not hold in its shape."""
+    for name in parameter_names(architecture):
+        shape = name.shape[::-1] if name.transpose else name.shape
+        shape = (architecture.num_layers, *shape) if name.stacked else shape
+        try:
+            found = at(params, name.path).shape
+        except KeyError:
+            found = "missing"
+        if found != shape:
+            raise Mismatch(url, f"{name.tensor.format(layer='N')} is {found} in the published weights, {shape} in the model")
 
 
 def _adapter_prefix(settings: LinkSettings, api: ServerApi, state: Mapping[str, Any]) -> Path:
