@@ -48,8 +48,9 @@ class PrefixMemory:
         self._version = -1
         self._hashes: OrderedDict[int, None] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._hashes)
+    def num_blocks(self, version: int) -> int:
+        """How many are remembered under `version`."""
+        return len(self._hashes) if version == self._version else 0
 
     def num_matched(self, prefixes: Prefixes, version: int) -> int:
         """Tokens at the beginning of a prompt that are cached under `version`."""
@@ -120,6 +121,6 @@ def _cheapest(
 
     def cost(i: int) -> tuple[float, int, int]:
         worth = allowed * memories[i].num_matched(prompt, replicas[i].version) / length
-        return replicas[i].load - worth, len(memories[i]), i  # of equals the one whose cache is emptiest
+        return replicas[i].load - worth, memories[i].num_blocks(replicas[i].version), i  # of equals the emptiest
 
     return min(candidates, key=cost)

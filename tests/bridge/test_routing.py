@@ -125,16 +125,16 @@ def test_prefixes_of_older_weights_count_for_nothing():
     memory.remember(prompt, 1)
     assert memory.num_matched(prompt, 1) == 40 and memory.num_matched(prompt, 2) == 0
     memory.remember(prefixes([7]), 2)
-    assert memory.num_matched(prompt, 1) == 0 and len(memory) == 1
+    assert memory.num_matched(prompt, 1) == 0 and memory.num_blocks(2) == 1
     memory.remember(prompt, 1)  # a generation of the old weights that ends now
-    assert len(memory) == 1
+    assert memory.num_blocks(2) == 1 and memory.num_blocks(1) == 0
 
 
 def test_a_memory_is_bounded_and_keeps_beginnings_longest():
     memory = PrefixMemory(capacity=4)
     prompt = list(range(6 * BLOCK))
     memory.remember(prefixes(prompt), 0)
-    assert len(memory) == 4 and memory.num_matched(prefixes(prompt), 0) == 4 * BLOCK
+    assert memory.num_blocks(0) == 4 and memory.num_matched(prefixes(prompt), 0) == 4 * BLOCK
 
 
 def test_a_difference_anywhere_ends_the_match():

@@ -29,7 +29,7 @@ PYTHON = Path(__file__).parents[2] / ".vllm" / "bin" / "python"
 needs_vllm = pytest.mark.skipif(not PYTHON.exists(), reason="make vllm-env has not been run")
 KEY = "a-key-of-no-one"
 TOLERANCE = 2e-5
-LENGTH = 1024
+LENGTH = 2048
 ARCHITECTURE = Architecture.from_hf(
     {
         "model_type": "qwen3",
@@ -103,12 +103,14 @@ class RealFleet:
             dtype=config.dtype,
         )
         self.checked = CheckedSampler(self.sampler, 1)
+        self.version = 1  # the newest published
 
     async def start(self, version: int = 1) -> None:
         await self.fleet.start()
         await self.sampler.publish(weights(version), version, False)
 
     async def publish(self, version: int, in_flight: bool = True):
+        self.version = version
         return await self.checked.publish(weights(version), version, in_flight)
 
 
