@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from bridge.client.sampler import start_sampler
 from jaxrl.config import Config, ConfigError, LoraConfig, SamplerConfig, parse
 from jaxrl.models.architecture import Architecture
 from jaxrl.rollout.protocol import SamplerError
+from jaxrl.samplers import share_gpus
 
 MODEL = {
     "model_type": "llama",
@@ -148,3 +150,20 @@ def test_a_server_that_does_not_suit_the_config_is_refused(state, says):
     whole = {"dtype": "float32", "max_model_len": 256, "lora": True} | state
     with pytest.raises(SamplerError, match=f"http://here.*{says}"):
         settings.open(SimpleNamespace(url="http://here"), whole)
+
+
+@pytest.mark.parametrize(
+    "sampler, share",
+    [
+        ("vllm", "0.50"),
+        ({"kind": "vllm", "memory": 0.7}, "0.20"),
+        ({"kind": "vllm", "devices": ["1"]}, None),
+        ({"kind": "vllm", "urls": ["http://localhost:1"]}, None),
+        ("embedded", None),
+    ],
+)
+def test_servers_on_the_trainers_gpus_get_their_room(sampler, share, monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "")  # so that it is put back
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    share_gpus(config(sampler))
+    assert os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") == share
