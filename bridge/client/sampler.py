@@ -7,7 +7,6 @@ is the policy's and the behaviour's at once. At temperature 0 it is the policy's
 
 import asyncio
 import os
-import resource
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -128,7 +127,6 @@ async def start_sampler(
     settings = config.sampler
     name = run_id(folder)
     sweep(name)
-    allow_connections(config.env.concurrency)
     links = LinkSettings(settings, architecture, config.model.lora, name)
     fleet = Fleet(_servers(config, architecture, folder), links.open)
     sampler = VllmSampler(
@@ -173,11 +171,3 @@ def _first(tokens: SampledTokens, count: int) -> SampledTokens:
     return SampledTokens(
         *(column[:count] for column in (tokens.ids, tokens.policy_logp, tokens.behaviour_logp, tokens.version, tokens.source))
     )
-
-
-def allow_connections(count: int) -> None:
-    """Raises this process's limit of open files as far as it may, for a connection for each of `count` generations."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count + 1024 if hard == resource.RLIM_INFINITY else min(count + 1024, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
