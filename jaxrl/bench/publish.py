@@ -30,7 +30,7 @@ import numpy as np
 
 from jaxrl.bench.train_step import SHAPES, qwen3
 from jaxrl.config import SamplerConfig
-from jaxrl.rollout.protocol import SamplingParams
+from jaxrl.rollout.protocol import SamplerError, SamplingParams
 
 LENGTH = 1024
 PUBLISH_SECONDS = 300.0
@@ -74,6 +74,8 @@ async def _measure(options: argparse.Namespace) -> None:
         _print(bench="publish", shape=options.shape, server_start_seconds=time.monotonic() - began)
         try:
             await _with_server(server.api, architecture, Path(folder), options)
+        except SamplerError as error:
+            raise error if server.alive else server.failure("ended") from error
         finally:
             await server.stop()
 
