@@ -23,6 +23,20 @@ CONFIG = make_config(
 )
 ARCHITECTURE = make_architecture(heads=8, kv_heads=8)  # so that `tensor` can be 8
 
+# Sums across rows, a reference and Muon: what else a step can have.
+ACROSS_ROWS = make_config(
+    packing={"rows": 8},
+    algorithm={
+        "loss": "gspo",
+        "clip_low": 0.1,
+        "mask_level": "geometric",
+        "mask_low": 0.97,
+        "mask_high": 1.03,
+        "kl_weight": 0.1,
+    },
+    optimizer={"lr": LR, "kind": "muon"},
+)
+
 
 def make_batches():
     """Two batches of 8 rows, the second mostly padding."""
@@ -43,8 +57,11 @@ def step_on(layout: dict[str, int], batches, config=CONFIG):
     trainer = make_trainer(config, ARCHITECTURE, make_mesh(MeshConfig(**layout), jax.devices()[:num_devices]))
     state, update = trainer.init(make_variables()), trainer._reinforce
     totals = update.zero()
-    for rows in batches:
-        totals = update.accumulate(state, totals, trainer._put(rows), {})
+    coefficients = [{}] * len(batches)
+    if update.measure is not None:
+        coefficients = update.coefficients([update.measure(state, trainer._put(rows)) for rows in batches], batches)
+    for rows, own in zip(batches, coefficients, strict=True):
+        totals = update.accumulate(state, totals, trainer._put(rows), own)
     state, metrics = update.apply(state, totals)
     return {"loss": metrics["loss"], "gradients": totals.gradients, "after": state.trainable}
 
