@@ -35,7 +35,7 @@ STABLE_SECONDS = 60.0  # of service, after which earlier failures are forgotten
 BACK_OFF_SECONDS, LONGEST_BACK_OFF = 1.0, 30.0
 LEAVE_SECONDS = 1.0  # what generations get to leave, and a process to be seen dead, before connections are closed
 FAILED_ANSWERS = 3  # generations in a row that it failed, though its state was well each time: it is sick
-IN_VAIN = (Mismatch, Unauthorised, BadRequest)  # answers that stay the same however often one asks
+IN_VAIN = (Mismatch, Unauthorised)  # answers that stay the same however often one asks
 
 
 @dataclass(frozen=True)
@@ -228,14 +228,15 @@ class Replica:
                 await self._until_idle()
         for monitor in self._monitors:
             monitor.cancel()
-        link, api, server = self._link, self.api, self._server
-        self._link = self.api = self._server = self._lost = None
-        if server is not None:
-            await (server.kill() if at_once else server.stop())
+        api, self.api, self._lost = self.api, None, None
+        if self._server is not None:  # forgotten only when it has ended, for this may be cancelled and called again
+            await (self._server.kill() if at_once else self._server.stop())
+            self._server = None
         elif api is not None:
             await api.close()
-        if link is not None:
-            await asyncio.to_thread(link.close)
+        if self._link is not None:
+            await asyncio.to_thread(self._link.close)
+            self._link = None
 
     async def _publish(self, target: Target) -> None:
         async with contextlib.AsyncExitStack() as held:
