@@ -15,6 +15,8 @@ from jaxrl.rollout.episodes import FAILURES, failure_kind
 from jaxrl.rollout.protocol import SamplerLoad
 from jaxrl.rollout.tokenizer import Tokenizer
 
+LENGTH_PERCENTILES = (0, 10, 25, 50, 75, 90)  # logged; the simulator is calibrated from them
+
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Over all episodes of `groups`, whether they are trained on or not; failed ones count as failed, not as reward 0."""
@@ -32,6 +34,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "reward/std": float(rewards.std()),
         "completion/tokens_mean": float(sampled.mean()),
         "completion/tokens_max": float(sampled.max()),
+        **{f"completion/tokens_p{p}": float(np.percentile(sampled, p)) for p in LENGTH_PERCENTILES},
     }
     own = defaultdict(list)
     for episode in scored:

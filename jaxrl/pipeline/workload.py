@@ -24,6 +24,7 @@ class Workload:
     calls: int = 1  # model calls of an episode
     prompt_tokens: float = 0.0  # stored once per group
     context_tokens: float = 0.0  # that each call but the first adds: tool results
+    stored: float = 1.0  # share of the sampled tokens that rows hold: answers that begin alike are stored once
     failing: float = 0.0  # share of the episodes that fail
     barren: float = 0.0  # share of the groups that have no variance
     stragglers: float = 0.0  # share of the calls whose environment takes `straggler_seconds` more
@@ -89,4 +90,6 @@ def _draw(w: Workload, seed: int, index: int, factor: float) -> DrawnGroup:
     failed = chance[1:] < w.failing
     trained = int(lengths[~failed].sum())
     context = w.context_tokens * (w.calls - 1) * int((~failed).sum())
-    return DrawnGroup(lengths, latencies, failed, bool(chance[0] < w.barren), int(w.prompt_tokens + context + trained), trained)
+    return DrawnGroup(
+        lengths, latencies, failed, bool(chance[0] < w.barren), int(w.prompt_tokens + context + w.stored * trained), trained
+    )
