@@ -446,9 +446,9 @@ def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
     sampler = config.sampler
     embedded, started = (
         ("page_size", "pages", "prefill_chunk"),
-        ("python", "replicas", "devices", "memory", "flags", "environment"),
+        ("python", "replicas", "devices", "memory", "flags", "environment", "start_seconds"),
     )
-    vllm = (*started, "urls", "transport", "shared_folder", "cache", "start_seconds")
+    vllm = (*started, "urls", "transport", "shared_folder", "cache")
     for key in vllm if sampler.kind == "embedded" else embedded:
         yield f"sampler.{key}", f'sampler.kind = "{sampler.kind}"'
     if sampler.urls:
