@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 PARENT_DEATH_SIGNAL, CHILD_SUBREAPER = 1, 36  # options of prctl(2)
-TRACKER_SECONDS = 2.0
+TRACKER_SECONDS = 5.0
 BY_SIGNAL = 128  # exit status of a child that died by a signal, less the signal's number: as of a shell
 
 
