@@ -160,6 +160,20 @@ class PipelineConfig(_Table):
     window: int = Field(
         default=4, ge=1, description="async and inflight: a group may be passed by at most window - 1 later ones."
     )
+    min_groups: int = Field(
+        default=0,
+        ge=0,
+        description="async and inflight: a step is taken as soon as so many groups are there, the others go on; 0: groups_per_step.",
+    )
+    workers: int = Field(
+        default=0, ge=0, description="async and inflight: groups that run at once; 0: as many as max_lag allows."
+    )
+    queue: int = Field(
+        default=0,
+        ge=0,
+        description="async and inflight: finished groups that may wait before they hold their workers; 0: any number.",
+    )
+    publish_every: int = Field(default=1, ge=1, description="async and inflight: steps between two publishes.")
 
 
 class AlgorithmConfig(_Table):
@@ -357,6 +371,18 @@ def _check_combinations(config: Config) -> None:
             'a group baseline of one episode is always 0: use group_size ≥ 2 or algorithm.baseline = "none"',
         )
     _check_algorithm(config)
+    if p.min_groups > p.groups_per_step:
+        raise ConfigError("pipeline.min_groups", f"{p.min_groups} is more than pipeline.groups_per_step = {p.groups_per_step}")
+    if p.mode != "sync" and p.publish_every > p.max_lag + 1:
+        raise ConfigError(
+            "pipeline.publish_every",
+            f"{p.publish_every} steps make every group older than max_lag = {p.max_lag}: at most {p.max_lag + 1}",
+        )
+    fewest = p.min_groups or p.groups_per_step
+    if p.workers and p.queue and p.workers + p.queue < fewest:
+        raise ConfigError(
+            "pipeline.queue", f"{p.workers} workers and a queue of {p.queue} never hold the {fewest} groups of a step"
+        )
     for key, tokens in (("packing.row_length", config.packing.row_length), ("sampler.max_length", config.sampler.max_length)):
         if longest >= tokens:
             raise ConfigError(key, f"{tokens} tokens cannot hold a prompt and sampling.max_tokens = {longest}: raise it")
@@ -430,7 +456,10 @@ def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
     default is an error, so that nobody tunes what does nothing."""
     algorithm, held_out = config.algorithm, config.eval.num_tasks
     if config.pipeline.mode == "sync":
-        yield from ((f"pipeline.{key}", 'pipeline.mode = "sync"') for key in ("max_lag", "window"))
+        unread_in_sync = ("max_lag", "window", "min_groups", "workers", "queue", "publish_every")
+        yield from ((f"pipeline.{key}", 'pipeline.mode = "sync"') for key in unread_in_sync)
+    elif config.pipeline.workers == 0:
+        yield "pipeline.queue", "pipeline.workers = 0"
     if algorithm.baseline != "group":
         yield "algorithm.scale_by_std", f'algorithm.baseline = "{algorithm.baseline}"'
     if algorithm.normaliser != "constant":

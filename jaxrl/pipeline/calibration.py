@@ -53,6 +53,10 @@ def controller_config(config: Config) -> ControllerConfig:
         groups_per_step=p.groups_per_step,
         max_lag=p.max_lag,
         window=p.window,
+        min_groups=p.min_groups,
+        workers=p.workers,
+        queue=p.queue,
+        publish_every=p.publish_every,
         checkpoint_every=p.steps + 1,
     )
 
