@@ -4,13 +4,13 @@ from jaxrl.rollout.protocol import SamplerError
 
 
 class ServerError(SamplerError):
-    """A server did not do what was asked. `kind` is the server's word for why, `url` the server's."""
+    """A server did not do what was asked. `kind` is the server's word for why, `message` the reason, `url` the server's."""
 
     kind = "internal"
 
     def __init__(self, url: str, message: str):
         super().__init__(f"vLLM server {url}: {message}")
-        self.url = url
+        self.url, self.message = url, message
 
 
 class BadRequest(ServerError):

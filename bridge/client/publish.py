@@ -72,7 +72,7 @@ async def _once(
         with contextlib.suppress(ServerError, TimeoutError):  # it gives the publish up by itself when nothing more comes
             await asyncio.wait_for(api.abort(publish_id), ABORT_SECONDS)
         if isinstance(error, Mismatch):
-            raise _Damaged(api.url, str(error)) from error
+            raise _Damaged(api.url, error.message) from error
         raise
     seconds = time.monotonic() - began
     return PublishReport(version, report["num_bytes"], seconds, report["num_continued"], report["stop_seconds"])

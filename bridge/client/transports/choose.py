@@ -67,7 +67,9 @@ def open_transport(
             asyncio.run_coroutine_threadsafe(sending, loop).result()
 
         return Http(send)
-    raise SamplerError(f'sampler.transport = "{chosen}" is not known')
+    raise SamplerError(
+        f'sampler.transport = "{chosen}": the trainer cannot send by it; use "auto", cuda_ipc, shm, file or http'
+    )
 
 
 def host_id() -> str:
