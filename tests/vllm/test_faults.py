@@ -262,6 +262,7 @@ def test_killed_in_mid_transfer(setting, caplog):
     run, fleet = setting
 
     async def test():
+        weights(3)  # made before, for that takes longer than the generations
         running = [Generation(fleet, [30 + i], 1900) for i in range(4)]
         for generation in running:
             await generation.reach(10)
