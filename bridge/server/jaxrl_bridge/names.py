@@ -22,8 +22,9 @@ def expected_tensors(model: torch.nn.Module, tied_embeddings: bool, tensor_paral
         name = module_name.replace(".base_layer", "")  # what a LoRA layer wraps
         if tied_embeddings and name.split(".")[-1] == "lm_head":
             continue
-        # As the layers were before vLLM repacked them for its kernels.
-        for parameter, meta in get_layerwise_info(layer).restore_metadata[0].items():
+        # As the layers were before vLLM repacked them for its kernels; a bias is not repacked, and is not in vLLM's record.
+        parameters = dict(layer.named_parameters(recurse=False)) | get_layerwise_info(layer).restore_metadata[0]
+        for parameter, meta in parameters.items():
             if "lora" in parameter:
                 continue
             if parameter.startswith(("w13_", "w2_")) and hasattr(model, "get_expert_mapping"):
