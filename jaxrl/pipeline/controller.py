@@ -3,7 +3,7 @@
 asyncio is its shell in a real run, a discrete-event loop can be another; neither decides anything.
 
 Admission (async, inflight). A group is accepted when it was trained on, is being trained on or waits in
-the buffer: accepted = step · G + training + buffered. A group is submitted while
+the buffer: accepted = (step + training) · G + buffered, with training 1 during a step. A group is submitted while
 
     accepted + running < (max_lag + published + 1) · G,
 
@@ -145,8 +145,10 @@ def snapshot(state: State) -> dict:
 
 
 def accepted(state: State) -> int:
-    """Groups trained on, being trained on or waiting for it."""
-    return state.step * state.config.groups_per_step + len(state.training) + len(state.buffer)
+    """Groups trained on, being trained on or waiting for it. Steps count as full ones, the one under way too: what they
+    left room for, the policy they left behind will not have another step for."""
+    steps = state.step + (state.phase is Phase.TRAINING or bool(state.training))
+    return steps * state.config.groups_per_step + len(state.buffer)
 
 
 def step(state: State, event: Event, now: float) -> tuple[State, tuple[Action, ...]]:
@@ -156,7 +158,8 @@ def step(state: State, event: Event, now: float) -> tuple[State, tuple[Action, .
     state, actions = _apply(state, event, now)
     state, submitted = _admit(state)
     state, chosen = _next(state)
-    return state, actions + submitted + chosen
+    state, freed = _admit(state)  # workers whose groups a batch took out of a full queue
+    return state, actions + submitted + chosen + freed
 
 
 def _apply(state: State, event: Event, now: float) -> tuple[State, tuple[Action, ...]]:

@@ -3,10 +3,12 @@
 import random
 from dataclasses import dataclass, field, replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl.pipeline import controller as c
+from jaxrl.pipeline.events import Knobs, Retune
 
 
 def make_config(**changes) -> c.ControllerConfig:
@@ -82,12 +84,21 @@ class World:
                 self.ended = action
 
     first_step: int = 0
+    is_retuned: bool = False
+    most_steps_between: int = 0
+
+    def retune(self, knobs: Knobs) -> None:
+        self.is_retuned = True
+        self.most_steps_between = max(self.most_steps_between, self.state.config.publish_every, knobs.publish_every)
+        self.give(Retune(knobs))
 
     def check(self) -> None:
         s, config = self.state, self.config
         if config.mode != "sync":
-            assert c.accepted(s) + len(s.running) <= (config.max_lag + s.published + 1) * config.groups_per_step
-        assert s.published in (s.step, s.step - 1)
+            steps_left = config.max_lag + s.published + 1 - s.step - bool(s.training)
+            # A change to smaller steps leaves more under way than fits; it is trained on or dropped, never too old.
+            assert self.is_retuned or len(s.buffer) + len(s.running) <= steps_left * config.groups_per_step
+        assert s.step - s.published <= max(s.config.publish_every, self.most_steps_between)
         assert {g.index for g in s.running} == set(self.running)
 
     def tick(self) -> None:
@@ -335,3 +346,85 @@ def test_groups_whose_failure_ended_the_run_do_not_come_back():
         world.give(c.GroupFailed(index, "no such tool"))
     snapshot = world.snapshots[-1][1]
     assert snapshot["live"] == [] and snapshot["num_failed"] == 3
+
+
+@st.composite
+def knobs_for(draw, max_lag: int) -> Knobs:
+    groups = draw(st.integers(1, 5))
+    fewest = draw(st.integers(1, groups))
+    workers = draw(st.integers(0, 6))
+    queue = draw(st.integers(max(0, fewest - workers), 6)) if workers else 0
+    return Knobs(fewest, groups, workers, queue, draw(st.integers(1, max_lag + 1)))
+
+
+@given(st.data(), configs.filter(lambda config: config.mode != "sync"), st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.3]))
+@settings(max_examples=200, deadline=None)
+def test_settings_change_at_any_moment_and_nothing_is_lost_repeated_or_too_old(data, config, seed, barren):
+    """With a crash and a resume in between."""
+    rng = random.Random(seed)
+    first = World(config, rng, barren)
+
+    def go_on(world: World, ticks: int) -> None:
+        for _ in range(ticks):
+            if world.ended is None:
+                world.tick()
+
+    go_on(first, data.draw(st.integers(0, 20)))
+    if first.ended is None:
+        first.retune(data.draw(knobs_for(config.max_lag)))
+    go_on(first, data.draw(st.integers(0, 30)))
+    step, snapshot = first.snapshots[-1] if first.snapshots else (0, None)
+    tuned = replace(config, **vars(data.draw(knobs_for(config.max_lag))))
+    second = World(tuned, rng, barren, state=c.start(tuned, step, snapshot), first_step=step)
+    go_on(second, data.draw(st.integers(0, 20)))
+    if second.ended is None:
+        second.retune(data.draw(knobs_for(config.max_lag)))
+    second.run()
+    assert second.ended == c.Stop("finished")
+    assert len(second.batches) == config.steps - step
+    trained = [i for batch in first.batches[:step] for i in batch] + [i for batch in second.batches for i in batch]
+    assert len(trained) == len(set(trained))
+    gone = {i for w in (first, second) for groups in w.dropped.values() for i in groups}
+    assert set(range(max(trained, default=-1) + 1)) <= set(trained) | gone | set(second.running) | set(second.finished)
+    assert max(first.lags + second.lags, default=0) <= config.max_lag
+
+
+def test_a_finished_group_that_the_queue_has_no_place_for_holds_its_worker():
+    world = World(make_config(groups_per_step=3, max_lag=3, workers=2, queue=1, window=9), random.Random(0))
+    assert list(world.submitted) == [0, 1]
+
+    def finish(index):
+        world.finished[index] = world.running.pop(index)
+        world.give(c.GroupFinished(index, 0, True))
+
+    finish(0)
+    assert list(world.submitted) == [0, 1, 2]
+    finish(1)
+    assert list(world.submitted) == [0, 1, 2]
+    finish(2)
+    assert world.batches == [(0, 1, 2)] and list(world.submitted) == [0, 1, 2, 3, 4]
+
+
+def test_a_step_takes_what_there_is_between_its_fewest_and_its_most_groups():
+    world = World(make_config(groups_per_step=4, min_groups=2, max_lag=3, window=9, workers=6), random.Random(0))
+    for index in range(5):
+        world.finished[index] = world.running.pop(index)
+        world.give(c.GroupFinished(index, 0, True))
+    assert world.batches == [(0, 1)]
+    world.give(world.busy.pop())
+    while world.busy and len(world.batches) == 1:
+        world.give(world.busy.pop())
+    assert world.batches == [(0, 1), (2, 3, 4)]
+
+
+@pytest.mark.parametrize(
+    "changes, names",
+    [
+        ({"min_groups": 4}, "min_groups"),
+        ({"publish_every": 3}, "publish_every"),
+        ({"workers": 1, "queue": 1}, "workers"),
+    ],
+)
+def test_settings_under_which_a_run_would_wait_for_ever_are_refused(changes, names):
+    with pytest.raises(ValueError, match=names):
+        make_config(**changes)
