@@ -5,7 +5,7 @@ import re
 
 import httpx
 import pytest
-from vllm_fleet import KEY, Generation, RealFleet, kill, needs_vllm, processes, sampler_config, servers
+from vllm_fleet import KEY, Generation, RealFleet, kill, needs_vllm, processes, sampler_config, servers, weights
 
 pytestmark = needs_vllm
 LIMIT = 240.0  # seconds of a test on a busy machine
@@ -55,6 +55,8 @@ def test_publishes_roll_over_running_generations(setting):
     run, fleet = setting
 
     async def test():
+        for version in (2, 3, 4):
+            weights(version)  # made before: it may take longer than the generations
         generations = [Generation(fleet, [i, 1, 2], 1800) for i in range(16)]
         while sum(replica.num_open for replica in fleet.fleet._replicas) < 16:
             await asyncio.sleep(0)
