@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl.attention.choice import choose_kernel, choose_transport
+from jaxrl.attention.choice import choose_kernel, choose_transport, compiler_options, device_of
 from jaxrl.attention.context import sharded_attention
 from jaxrl.attention.kernel import differentiable
 from jaxrl.attention.merge import apply_sink
 from jaxrl.config import AttentionConfig
 
-__all__ = ["tree_attention"]
+__all__ = ["compiler_options", "tree_attention"]
 
 
 def tree_attention(
@@ -43,8 +43,7 @@ def tree_attention(
         positions = None
     elif positions is None:
         raise ValueError("a window is counted in logical positions: give `positions`")
-    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
-    platform, capability = device.platform, device.compute_capability if device.platform == "gpu" else None
+    platform, capability = device_of(mesh)
     kernel = choose_kernel(config, platform, capability, q.shape[-1], q.dtype.name, window is not None)
     is_token = offset >= 0
     subtree_end = jnp.where(is_token, subtree_end, -1)

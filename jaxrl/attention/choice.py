@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 from jax import lax
+from jax.sharding import Mesh
 
 from jaxrl.attention.blockwise import blockwise
 from jaxrl.attention.kernel import Kernel
@@ -31,13 +32,21 @@ class _Candidate(NamedTuple):
     extra: str  # what installs that
     has_window: bool = True
     capability: str | None = None  # of the only GPUs it is for
+    compiler_options: tuple[tuple[str, str], ...] = ()
 
 
 # By platform, the fastest first.
 _CANDIDATES = {
     "gpu": (
         _Candidate("Hopper", "pallas_kernels.tree_attention_hopper", "jax", "gpu", has_window=False, capability="9.0"),
-        _Candidate("Triton", "triton_kernels.tree_attention", "jax_triton", "gpu"),
+        # XLA records calls into CUDA graphs, and a launch through jax-triton within one is an error of the driver.
+        _Candidate(
+            "Triton",
+            "triton_kernels.tree_attention",
+            "jax_triton",
+            "gpu",
+            compiler_options=(("xla_gpu_enable_command_buffer", ""),),
+        ),
     ),
     "tpu": (_Candidate("Pallas", "pallas_kernels.tree_attention_tpu", "jax", "tpu"),),
 }
@@ -59,7 +68,7 @@ def choose_kernel(
         kernels = importlib.import_module(candidate.module)
         if (refusal := kernels.refusal(head_dim, dtype)) is None:
             log.info("tree attention: the %s kernel, head size %d in %s", candidate.name, head_dim, dtype)
-            return Kernel(kernels.forward, kernels.backward)
+            return Kernel(kernels.forward, kernels.backward, candidate.compiler_options)
         refusals.append(refusal)
     cpu = platform == "cpu"
     default = _CPU_BLOCK if cpu else _ACCELERATOR_BLOCK
@@ -69,6 +78,18 @@ def choose_kernel(
     log.info("tree attention: plain JAX, blocks of %d queries × %d keys, on %s", block_q, block_k, platform)
     kernel = blockwise(block_q, block_k)
     return _row_by_row(kernel) if cpu else kernel
+
+
+def compiler_options(config: AttentionConfig, mesh: Mesh, head_dim: int, dtype: str) -> dict[str, str] | None:
+    """`compiler_options` for `jax.jit` of whatever contains attention over `mesh`."""
+    platform, capability = device_of(mesh)
+    return dict(choose_kernel(config, platform, capability, head_dim, dtype, False).compiler_options) or None
+
+
+def device_of(mesh: Mesh | None) -> tuple[str, str | None]:
+    """(platform, compute capability of a GPU) that arrays over `mesh`, or on the default device, are on."""
+    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    return device.platform, device.compute_capability if device.platform == "gpu" else None
 
 
 @lru_cache

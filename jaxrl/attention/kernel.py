@@ -31,6 +31,7 @@ class Kernel(NamedTuple):
 
     forward: Callable[..., tuple[jax.Array, jax.Array]]
     backward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
+    compiler_options: tuple[tuple[str, str], ...] = ()  # of XLA, for every program that contains it
 
 
 def differentiable(kernel: Kernel, *, scale: float, window: int | None) -> Callable[..., tuple[jax.Array, jax.Array]]:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl.attention import compiler_options
 from jaxrl.config import AlgorithmConfig, Config, ConfigError
 from jaxrl.data import PackedRows
 from jaxrl.losses import LOSSES, Loss, needs_reference, step_coefficients
@@ -141,7 +142,7 @@ def make_trainer(config: Config, architecture: Architecture, mesh: Mesh) -> Trai
         mesh=mesh,
         decoder=decoder,
         init=_make_init(config, decoder, placed, trainable),
-        _forward=jax.jit(forward, out_shardings=_replicated(mesh)),
+        _forward=jax.jit(forward, out_shardings=_replicated(mesh), compiler_options=_compiler_options(config, decoder)),
         _reinforce=reinforce,
         _supervise=supervise,
     )
@@ -227,13 +228,18 @@ def _make_update(loss: Loss, schedule: optax.Schedule, config: Config, decoder: 
         updated, metrics = jitted(replace(state, frozen={}, reference={}), totals)
         return replace(updated, frozen=state.frozen, reference=state.reference), metrics
 
+    options = _compiler_options(config, decoder)
     return Update(
         zero=jax.jit(zero, out_shardings=placed_totals),
-        measure=jax.jit(measure, out_shardings=row_sharding(mesh, tokens=False)) if solve else None,
+        measure=jax.jit(measure, out_shardings=row_sharding(mesh, tokens=False), compiler_options=options) if solve else None,
         coefficients=make_coefficients(solve, mesh) if solve else None,
-        accumulate=jax.jit(accumulate, donate_argnums=1, out_shardings=placed_totals),
+        accumulate=jax.jit(accumulate, donate_argnums=1, out_shardings=placed_totals, compiler_options=options),
         apply=apply_without_frozen,
     )
+
+
+def _compiler_options(config: Config, decoder: Decoder) -> dict[str, str] | None:
+    return compiler_options(config.attention, decoder.mesh, decoder.architecture.head_dim, config.model.dtype)
 
 
 def _make_init(config: Config, decoder: Decoder, placed: Variables, trainable: str) -> Callable[[Variables], TrainState]:

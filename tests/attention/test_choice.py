@@ -3,9 +3,10 @@
 import importlib.util
 import logging
 
+import jax
 import pytest
 
-from jaxrl.attention.choice import choose_kernel, choose_transport
+from jaxrl.attention.choice import choose_kernel, choose_transport, compiler_options
 from jaxrl.config import AttentionConfig
 
 
@@ -63,3 +64,13 @@ def test_keys_travel_by_ring_on_tpus_unless_told_otherwise():
         choose_transport(AttentionConfig(transport=t), p) for t in ("auto", "gather", "ring") for p in ("tpu", "gpu", "cpu")
     ]
     assert chosen == ["ring", "gather", "gather"] + ["gather"] * 3 + ["ring"] * 3
+
+
+def test_triton_calls_stay_out_of_cuda_graphs():
+    options = {
+        capability: dict(choose_kernel(AttentionConfig(), "gpu", capability, 128, "bfloat16", False).compiler_options)
+        for capability in ("8.0", "9.0")
+    }
+    assert options == {"8.0": {"xla_gpu_enable_command_buffer": ""}, "9.0": {}}
+    mesh = jax.sharding.Mesh(jax.devices()[:1], "data")
+    assert compiler_options(AttentionConfig(), mesh, 64, "float32") is None, "jax.jit on a CPU knows no such option"
