@@ -7,8 +7,10 @@ run in a thread: the event loop goes on.
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import jax
 
 from bridge.client.api import ServerApi
 from bridge.client.errors import Busy, Mismatch, Quarantined, ServerError
@@ -33,7 +35,8 @@ async def publish(
     """Makes the server behind `api` serve `weights` as `version`. Afterwards nothing reads `weights` any more.
 
     A tensor that arrived damaged and a publish of somebody who is gone are overcome by a second try. Raises ServerError,
-    and SamplerError naming the server after `timeout` seconds; the server then serves the old version, or is quarantined.
+    and SamplerError naming the server after `timeout` seconds, and what a copy under way takes to end; the server then
+    serves the old version, or is quarantined.
     """
     try:
         async with asyncio.timeout(timeout):
@@ -82,10 +85,10 @@ async def _send(api: ServerApi, publish_id: str, buckets: Iterator[list[Unit]], 
     reading: asyncio.Task[None] | None = None
     try:
         number = 0
-        while (units := await asyncio.to_thread(next, buckets, None)) is not None:
+        while (units := await _in_thread(next, buckets, None)) is not None:
             if reading is not None and transport.name == "http":  # it has one area
                 await reading
-            source, entries = await asyncio.to_thread(_put, transport, number, units, publish_id)
+            source, entries = await _in_thread(_put, transport, number, units, publish_id)
             if reading is not None:
                 await reading
             reading = asyncio.create_task(api.bucket(publish_id, entries, source))
@@ -97,12 +100,24 @@ async def _send(api: ServerApi, publish_id: str, buckets: Iterator[list[Unit]], 
             reading.cancel()
 
 
+async def _in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What it gives. A thread cannot be stopped: who is cancelled here waits for it, since afterwards the caller may
+    donate what it reads, and the next publish uses the same transport."""
+    work = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait([work])
+        raise
+
+
 def _put(transport: Transport, number: int, units: list[Unit], publish_id: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """(source, entries) of a bucket, once the server may read it."""
     source = transport.put(number, units, publish_id)
+    checksums = jax.device_get([unit.checksums for unit in units])  # one wait for all
     entries, start = [], 0
-    for unit in units:
-        for spec, offset, checksum in zip(unit.specs, unit.offsets, unit.checksums.tolist(), strict=True):
+    for unit, totals in zip(units, checksums, strict=True):
+        for spec, offset, checksum in zip(unit.specs, unit.offsets, totals.tolist(), strict=True):
             entries.append({"name": spec.name, "offset": start + offset, "checksum": checksum})
         start += unit.num_bytes
     return source, entries

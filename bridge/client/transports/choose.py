@@ -20,7 +20,7 @@ from bridge.client.transports.shm import SharedMemory
 from jaxrl.rollout.protocol import SamplerError
 
 log = logging.getLogger(__name__)
-PIECE_SECONDS = 120.0  # for one piece over HTTP
+PIECE_SECONDS = 30.0  # for one piece over HTTP
 SHM = "/dev/shm"
 
 
