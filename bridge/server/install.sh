@@ -20,8 +20,8 @@ has_vllm() {
 [ -e "$stamp" ] && has_vllm && exit 0
 
 find_python() {
-    for candidate in python3.12 python3.11 python3.13 python3.10 python3 \
-        "$HOME"/.pyenv/versions/3.1[0-3]*/bin/python3 /opt/python*/bin/python3; do
+    for candidate in python3.11 python3.12 python3.13 python3 \
+        "$HOME"/.pyenv/versions/3.1[1-3]*/bin/python3 /opt/python*/bin/python3; do
         if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1; then
             echo "$candidate"; return
         fi

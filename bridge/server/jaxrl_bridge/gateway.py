@@ -19,7 +19,7 @@ from jaxrl_bridge.adapters import Adapters
 from jaxrl_bridge.errors import STATUS, BridgeError
 from jaxrl_bridge.publish import Publisher, tell_version
 from jaxrl_bridge.sessions import LINE_INTERVAL, Session
-from jaxrl_bridge.streams import Stream, Streams
+from jaxrl_bridge.streams import REFUSALS, Stream, Streams
 
 logger = logging.getLogger("vllm.jaxrl_bridge")
 PROTOCOL = 1
@@ -155,9 +155,12 @@ class _Bridge:
     async def open(self, body: dict, left: asyncio.Future) -> Stream | None:
         """Hands a generation to vLLM; None if its client has left meanwhile. Raises BridgeError."""
         params = _sampling_params(body)
-        prompt_ids = body["prompt_ids"]
-        if not prompt_ids or not all(isinstance(token, int) and token >= 0 for token in prompt_ids):
-            raise BridgeError("bad_request", "prompt_ids must be a list of token ids, at least one")
+        if missing := [name for name in ("request_id", "prompt_ids") if name not in body]:
+            raise BridgeError("bad_request", f"the request lacks {missing[0]}")
+        prompt_ids, vocab = body["prompt_ids"], self.config.model_config.get_vocab_size()
+        # vLLM looks at ids only where it has a tokenizer, and one past the embedding ends its engine.
+        if not prompt_ids or not all(isinstance(token, int) and 0 <= token < vocab for token in prompt_ids):
+            raise BridgeError("bad_request", f"prompt_ids must be a list of token ids below {vocab}, at least one")
         priority = body.get("priority", 0) if self.config.scheduler_config.policy == "priority" else 0
         return await self.streams.open(body["request_id"], prompt_ids, params, priority, left)
 
@@ -248,7 +251,7 @@ def _sampling_params(body: dict) -> SamplingParams:
         )
     except KeyError as error:
         raise BridgeError("bad_request", f"the request lacks {error}") from None
-    except (ValueError, TypeError) as error:
+    except REFUSALS as error:
         raise BridgeError("bad_request", str(error)) from error
 
 

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
+import vllm.exceptions
 from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
@@ -18,6 +19,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from jaxrl_bridge.errors import BridgeError
 
+# How vLLM says that a request makes no sense: by version, a ValueError or an error of its own.
+REFUSALS = (ValueError, TypeError, *filter(None, [getattr(vllm.exceptions, "VLLMClientError", None)]))
 RATE_WINDOW = 5.0  # seconds over which tokens per second are counted
 
 
@@ -113,7 +116,7 @@ class Streams:
         except EngineDeadError as error:
             self._leave(adapter)
             raise BridgeError("engine_dead", "vLLM's engine is dead") from error
-        except (ValueError, TypeError) as error:
+        except REFUSALS as error:
             self._leave(adapter)
             raise BridgeError("bad_request", str(error)) from error
         except BaseException:
