@@ -14,7 +14,7 @@ quickstart: install
 	$(PYTHON) -m jaxrl.train configs/quickstart.toml $(ARGS)
 
 test: install lint
-	$(PYTHON) -m pytest -n auto --maxprocesses 4 --dist loadfile
+	$(PYTHON) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 lint: install
 	.venv/bin/ruff check .
