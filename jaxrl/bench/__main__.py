@@ -3,7 +3,7 @@
 import importlib
 import sys
 
-BENCHES = ("packing", "generate", "context", "tree-attention", "train-step", "publish", "autotuner")
+BENCHES = ("packing", "generate", "context", "tree-attention", "train-step", "head", "publish", "autotuner")
 
 
 def main(argv: list[str]) -> int:
