@@ -25,7 +25,7 @@ def model_folder(folder: Path) -> Path:
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS,
         "head_dim": HEAD_DIM,
-        "max_position_embeddings": 2048,
+        "max_position_embeddings": 16384,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "hidden_act": "silu",
@@ -54,14 +54,26 @@ def weights(seed: int) -> dict[str, np.ndarray]:
         shapes[layer + "input_layernorm.weight"] = (HIDDEN,)
         shapes[layer + "post_attention_layernorm.weight"] = (HIDDEN,)
     shapes |= {"model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCAB, HIDDEN)}
-    values = {name: rng.normal(0, 0.15, shape).astype(np.float32) for name, shape in shapes.items()}
+    values = {name: rng.normal(0, 0.1, shape).astype(np.float32) for name, shape in shapes.items()}
     return {name: 1 + value if "norm" in name else value for name, value in values.items()}
 
 
-def logprobs(weights: dict[str, np.ndarray], ids: list[int]) -> np.ndarray:
-    """[T, V] log-probs after each of the ids, in float64: the model written out, as a reference."""
+def logprobs(weights: dict[str, np.ndarray], ids: list[int], old: dict[str, np.ndarray] | None = None, kept: int = 0):
+    """[T, V] log-probs after each of the ids, in float64: the model written out, as a reference.
+
+    With `old`, keys and values of the first `kept` positions are those of the weights `old`.
+    """
+    past = _forward(old, ids[:kept], None)[1] if old is not None else None
+    logits, _ = _forward(weights, ids[kept:] if past else ids, past)
+    logits -= logits.max(-1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+def _forward(weights: dict[str, np.ndarray], ids: list[int], past: list | None):
+    """Logits of `ids`, which follow the positions whose keys and values are `past`, and the keys and values per layer."""
     w = {name: value.astype(np.float64) for name, value in weights.items()}
-    positions, half = np.arange(len(ids)), HEAD_DIM // 2
+    begin = len(past[0][0]) if past else 0
+    positions, half, caches = begin + np.arange(len(ids)), HEAD_DIM // 2, []
     angles = positions[:, None] / 10000.0 ** (np.arange(half) / half)
     cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
 
@@ -78,25 +90,26 @@ def logprobs(weights: dict[str, np.ndarray], ids: list[int]) -> np.ndarray:
         h = norm(x, layer + "input_layernorm")
         q, k, v = (h @ w[f"{layer}self_attn.{p}_proj.weight"].T for p in "qkv")
         q = rotate(q.reshape(len(ids), HEADS, HEAD_DIM))
-        k = np.repeat(rotate(k.reshape(len(ids), KV_HEADS, HEAD_DIM)), HEADS // KV_HEADS, 1)
-        v = np.repeat(v.reshape(len(ids), KV_HEADS, HEAD_DIM), HEADS // KV_HEADS, 1)
+        k, v = rotate(k.reshape(len(ids), KV_HEADS, HEAD_DIM)), v.reshape(len(ids), KV_HEADS, HEAD_DIM)
+        if past:
+            k, v = np.concatenate([past[i][0], k]), np.concatenate([past[i][1], v])
+        caches.append((k, v))
+        k, v = np.repeat(k, HEADS // KV_HEADS, 1), np.repeat(v, HEADS // KV_HEADS, 1)
         scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(HEAD_DIM)
-        scores = np.where(positions[:, None] >= positions, scores, -np.inf)
+        scores = np.where(positions[:, None] >= np.arange(len(k)), scores, -np.inf)
         scores = np.exp(scores - scores.max(-1, keepdims=True))
         mixed = np.einsum("hqk,khd->qhd", scores / scores.sum(-1, keepdims=True), v)
         x = x + mixed.reshape(len(ids), -1) @ w[layer + "self_attn.o_proj.weight"].T
         h = norm(x, layer + "post_attention_layernorm")
         gate, up = (h @ w[f"{layer}mlp.{p}_proj.weight"].T for p in ("gate", "up"))
         x = x + (gate / (1 + np.exp(-gate)) * up) @ w[layer + "mlp.down_proj.weight"].T
-    logits = norm(x, "model.norm") @ w["lm_head.weight"].T
-    logits -= logits.max(-1, keepdims=True)
-    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    return norm(x, "model.norm") @ w["lm_head.weight"].T, caches
 
 
 def checksum(array: np.ndarray) -> int:
     data = array.tobytes()
-    words = np.frombuffer(data + b"\0" * (-len(data) % 4), "<u4").astype(object)
-    return int(sum((2 * i + 1) * int(w) for i, w in enumerate(words)) % 2**32)
+    words = np.frombuffer(data + b"\0" * (-len(data) % 4), "<u4").astype(np.uint64)
+    return int(((2 * np.arange(len(words), dtype=np.uint64) + 1) * words % 2**32).sum() % 2**32)
 
 
 def manifest(weights: dict[str, np.ndarray]) -> dict:
