@@ -49,9 +49,9 @@ def main(arguments: Sequence[str]) -> int:
 
 async def _measure(config: Config, publishes: int, num_tasks: int) -> bool:
     """Whether trainer and sampler agree."""
-    from jaxrl.pipeline.setup import ENVIRONMENTS, build, initial_variables
+    from jaxrl.pipeline.setup import build, initial_variables, make_runner
     from jaxrl.rollout.checked import CheckedSampler
-    from jaxrl.rollout.episodes import EpisodeRunner, length_limit, sampling_params
+    from jaxrl.rollout.episodes import sampling_params
     from jaxrl.samplers import make_sampler
 
     parts = build(config)
@@ -62,15 +62,7 @@ async def _measure(config: Config, publishes: int, num_tasks: int) -> bool:
         sampler = CheckedSampler(
             await make_sampler(config, parts.architecture, parts.tokenizer, parts.eos_ids, Path(folder), weights), 0
         )
-        runner = EpisodeRunner(
-            config.env,
-            sampler,
-            factory=ENVIRONMENTS,
-            tokenizer=parts.tokenizer.folder,
-            eos_ids=parts.eos_ids,
-            limit=length_limit(config),
-            seed=config.seed,
-        )
+        runner = make_runner(parts, sampler)
         tasks, params = parts.environment.train, sampling_params(config, evaluation=False)
         try:
             await runner.start()

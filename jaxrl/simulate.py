@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from jaxrl.config import ConfigError, load
-from jaxrl.pipeline.calibration import CalibrationError, calibrate, controller_config, read_steps
+from jaxrl.pipeline.calibration import CalibrationError, calibrate, read_steps
 from jaxrl.pipeline.command_line import read_command
-from jaxrl.pipeline.events import ControllerConfig
+from jaxrl.pipeline.events import ControllerConfig, controller_config
 from jaxrl.pipeline.simulator import SimulatedFailure, StepRecord, simulate
 from jaxrl.pipeline.workload import Machine, Workload
 

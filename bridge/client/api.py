@@ -93,11 +93,10 @@ class ServerApi:
         cache: str,
         staged: bool = False,
         force: bool = False,
-        nccl: Mapping[str, Any] | None = None,
         timeout: float = WORK_SECONDS,
     ) -> str:
-        """Opens a publish and returns its id. `manifest`: {"tensors": [{"name", "shape", "dtype"}, ..]}; `nccl`: {"unique_id",
-        "world_size"}, with that transport. Raises Mismatch naming a tensor, Busy, VersionRefused."""
+        """Opens a publish and returns its id. `manifest`: {"tensors": [{"name", "shape", "dtype"}, ..]}.
+        Raises Mismatch naming a tensor, Busy, VersionRefused."""
         body = {
             "version": version,
             "manifest": manifest,
@@ -106,7 +105,6 @@ class ServerApi:
             "cache": cache,
             "staged": staged,
             "force": force,
-            **(nccl or {}),
         }
         return (await self._call("POST", "/bridge/publish/begin", body, timeout=timeout))["publish_id"]
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 
 from jaxrl.config import Config
-from jaxrl.pipeline.events import ControllerConfig
 from jaxrl.pipeline.rollouts import LENGTH_PERCENTILES
 from jaxrl.pipeline.workload import Machine, Workload
 
@@ -42,23 +41,6 @@ def read_steps(path: Path) -> list[Metrics]:
     if missing:
         raise CalibrationError(f"{path} has no {missing[0]}: it is of an older version, run again")
     return steps
-
-
-def controller_config(config: Config) -> ControllerConfig:
-    """The controller of a run without evaluations and checkpoints on the way: it is its steps that are predicted."""
-    p = config.pipeline
-    return ControllerConfig(
-        mode=p.mode,
-        steps=p.steps,
-        groups_per_step=p.groups_per_step,
-        max_lag=p.max_lag,
-        window=p.window,
-        min_groups=p.min_groups,
-        workers=p.workers,
-        queue=p.queue,
-        publish_every=p.publish_every,
-        checkpoint_every=p.steps + 1,
-    )
 
 
 def calibrate(steps: Sequence[Metrics], config: Config) -> tuple[Workload, Machine]:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from jaxrl.config import Config
+
 
 @dataclass(frozen=True)
 class ControllerConfig:
@@ -35,6 +37,23 @@ class ControllerConfig:
     @property
     def fewest(self) -> int:
         return self.min_groups or self.groups_per_step
+
+
+def controller_config(config: Config) -> ControllerConfig:
+    """The controller of a run without evaluations and checkpoints on the way: the settings of its steps alone."""
+    p = config.pipeline
+    return ControllerConfig(
+        mode=p.mode,
+        steps=p.steps,
+        groups_per_step=p.groups_per_step,
+        max_lag=p.max_lag,
+        window=p.window,
+        min_groups=p.min_groups,
+        workers=p.workers,
+        queue=p.queue,
+        publish_every=p.publish_every,
+        checkpoint_every=p.steps + 1,
+    )
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,11 @@ from jaxrl.pipeline.journal import open_journal
 from jaxrl.pipeline.packer import Packer
 from jaxrl.pipeline.rollouts import cut_rollouts
 from jaxrl.pipeline.run_folder import lock, open_run
-from jaxrl.pipeline.setup import ENVIRONMENTS, Parts, build
+from jaxrl.pipeline.setup import Parts, build, make_runner
 from jaxrl.pipeline.shell import RunError, Shell, kept
 from jaxrl.pipeline.start import restore_or_start
 from jaxrl.pipeline.warm_start import read_traces, warm_start
 from jaxrl.rollout.checked import CheckedSampler
-from jaxrl.rollout.episodes import EpisodeRunner, length_limit
 from jaxrl.rollout.protocol import Sampler, SamplerError
 from jaxrl.trainer.gather import gather
 from jaxrl.trainer.processes import POLL_SECONDS, Action, Peers, ProcessError, Record
@@ -120,16 +119,7 @@ async def _run_in(
         first_weights.set_result((variables_of(await on_trainer(gather, state.trainable), frozen), step))
         del first_weights
         sampler = CheckedSampler(await _made(making, config, lambda: not events.empty()), step)
-        runner = EpisodeRunner(
-            config.env,
-            sampler,
-            factory=ENVIRONMENTS,
-            tokenizer=parts.tokenizer.folder,
-            eos_ids=parts.eos_ids,
-            limit=length_limit(config),
-            seed=config.seed,
-            log=folder / "environment.log",
-        )
+        runner = make_runner(parts, sampler, folder / "environment.log")
         try:
             await runner.start()
             cut_rollouts(folder / "rollouts", step)

@@ -18,8 +18,9 @@ from jaxrl.models.hub import local_folder
 from jaxrl.models.peft import load_adapter
 from jaxrl.packing import RowLimits
 from jaxrl.rollout.environment import Environment
-from jaxrl.rollout.episodes import length_limit
+from jaxrl.rollout.episodes import EpisodeRunner, length_limit
 from jaxrl.rollout.loading import load_environment
+from jaxrl.rollout.protocol import Sampler
 from jaxrl.rollout.tokenizer import Tokenizer, check_vocabulary, eos_token_ids, load_tokenizer
 from jaxrl.trainer.step import Trainer, make_trainer
 
@@ -66,6 +67,20 @@ def build(config: Config) -> Parts:
         mesh=mesh,
         trainer=make_trainer(config, architecture, mesh),
         limits=RowLimits.from_config(config.packing),
+    )
+
+
+def make_runner(parts: Parts, sampler: Sampler, log: Path | None = None) -> EpisodeRunner:
+    """What runs the run's episodes on `sampler`; not started."""
+    return EpisodeRunner(
+        parts.config.env,
+        sampler,
+        factory=ENVIRONMENTS,
+        tokenizer=parts.tokenizer.folder,
+        eos_ids=parts.eos_ids,
+        limit=length_limit(parts.config),
+        seed=parts.config.seed,
+        log=log,
     )
 
 

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from jaxrl.pipeline import controller as c
 from jaxrl.pipeline.batch import Batch, is_informative, oldest_version
 from jaxrl.pipeline.data_order import fingerprint
 from jaxrl.pipeline.evaluate import evaluate
+from jaxrl.pipeline.events import controller_config
 from jaxrl.pipeline.groups import JournalWriter, run_group
 from jaxrl.pipeline.journal import Journal
 from jaxrl.pipeline.packer import Packer, PackerError
@@ -305,17 +307,9 @@ class Shell:
 
 
 def _controller_config(config: Config) -> c.ControllerConfig:
-    p, e = config.pipeline, config.eval
-    return c.ControllerConfig(
-        mode=p.mode,
-        steps=p.steps,
-        groups_per_step=p.groups_per_step,
-        max_lag=p.max_lag,
-        window=p.window,
-        min_groups=p.min_groups,
-        workers=p.workers,
-        queue=p.queue,
-        publish_every=p.publish_every,
+    e = config.eval
+    return replace(
+        controller_config(config),
         checkpoint_every=config.checkpoint.every,
         eval_every=e.every if e.num_tasks else 0,
         eval_at_start=e.at_start and e.num_tasks > 0,
