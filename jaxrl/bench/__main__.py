@@ -3,7 +3,7 @@
 import importlib
 import sys
 
-BENCHES = ("packing", "generate", "context", "tree-attention", "train-step", "head", "publish", "autotuner")
+BENCHES = ("packing", "generate", "context", "tree-attention", "train-step", "head", "publish", "shared-prefix", "autotuner")
 
 
 def main(argv: list[str]) -> int:

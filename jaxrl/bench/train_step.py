@@ -34,6 +34,7 @@ SHAPES = {
     "qwen3-1.7b": (2048, 6144, 28, 16, True),
     "qwen3-4b": (2560, 9728, 36, 32, True),
     "qwen3-8b": (4096, 12288, 36, 32, False),
+    "qwen3-tiny": (128, 256, 2, 8, True),  # published by nobody: what benches are tried with on a CPU
 }
 
 
