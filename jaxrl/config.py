@@ -252,8 +252,8 @@ class PackingConfig(_Table):
 class AttentionConfig(_Table):
     impl: Literal["auto", "reference"] = Field(
         default="auto",
-        description="Implementation of tree attention. reference: plain JAX; auto: the Hopper or Triton kernels on "
-        "GPUs and Pallas on TPUs where head size and dtype allow, else plain JAX.",
+        description="Implementation of tree attention and of the head over reads. reference: plain JAX; auto: the Hopper or "
+        "Triton kernels on GPUs and Pallas on TPUs where head size and dtype allow, else plain JAX.",
     )
     block_q: int = Field(default=0, ge=0, description="Query block of the plain JAX implementation; 0: by platform.")
     block_k: int = Field(default=0, ge=0, description="Key block of the plain JAX implementation; 0: by platform.")

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.head_hopper_kernels import MULTIPLE, Tiles, logits_gradient, softmax_parts
+from pallas_kernels.head_hopper_kernels import MULTIPLE, READS_MULTIPLE, Tiles, logits_gradient, softmax_parts
 from pallas_kernels.tree_attention_hopper_tiles import LOG2E
 
 DTYPES = ("bfloat16", "float16")
@@ -70,11 +70,14 @@ def read_logprobs(
     ignored = target < 0
     states = jnp.where(ignored[:, None], 0, states)
     vocab = head.shape[0 if vocab_major else 1]
-    # A copy, of matrices of unusual sizes alone; and its transpose cuts the gradients.
-    states = jnp.pad(states, ((0, 0), (0, -states.shape[1] % MULTIPLE)))
-    head = jnp.pad(head, [(0, -size % MULTIPLE) for size in head.shape])
     scale = LOG2E / jnp.where(ignored, 1, lax.stop_gradient(temperature)).astype(jnp.float32)
-    return _head(states, head, target, scale, vocab, vocab_major, tiles)
+    # A copy, of arrays of unusual sizes alone; and its transpose cuts the gradients.
+    states = jnp.pad(states, ((0, -states.shape[0] % READS_MULTIPLE), (0, -states.shape[1] % MULTIPLE)))
+    head = jnp.pad(head, [(0, -size % MULTIPLE) for size in head.shape])
+    results = _head(
+        states, head, _padded(target, -1, READS_MULTIPLE), _padded(scale, 1, READS_MULTIPLE), vocab, vocab_major, tiles
+    )
+    return tuple(x[: target.shape[0]] for x in results)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))

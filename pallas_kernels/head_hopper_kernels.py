@@ -26,6 +26,7 @@ from pallas_kernels.tree_attention_hopper_tiles import (
 
 _OWN = 64  # reads of a warpgroup
 _WIDTH = 64  # columns of the model width a step: what the swizzle takes
+READS_MULTIPLE = 8  # rows of a swizzled tile, which the states are loaded in
 MULTIPLE = 64  # of the model width and of the vocabulary, padding included: a row of a swizzled tile
 _PIECE = 64  # columns of a gradient that are written at once
 _NO_LOGIT = -1e25  # of a column that is none: finite at any temperature, for 0 times it is wanted
@@ -74,7 +75,7 @@ def softmax_parts(
 ) -> tuple[jax.Array, ...]:
     """What the softmax of base 2 of y = scale · (states @ head) needs, over each of P parts of the vocabulary.
 
-    states [U, E]; head [E, V], or [V, E] if vocab_major, `vocab` of the V counting; target int32 and scale float32, both [N], N being U rounded up to
+    states [U, E], U a multiple of READS_MULTIPLE; head [E, V], or [V, E] if vocab_major, `vocab` of the V counting; target int32 and scale float32, both [N], N being U rounded up to
     a multiple of tiles.reads. Four arrays [P, N] float32: the highest y; the sum of w = 2^(y - highest); the sum of
     w (y - highest); and y of the target, 0 in the parts that do not have it.
     """

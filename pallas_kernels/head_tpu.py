@@ -26,6 +26,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.tree_tiles_tpu import LANES, column, matmul, widen
 
 _FAR_BELOW = -1e30  # a logit that is none; finite, for 0 times it is wanted
+DTYPES = ("bfloat16", "float32")
 _VMEM = 40 * 2**20  # bytes: of the 64 MB and more that v5e, v5p and v6e have
 
 
@@ -48,12 +49,20 @@ def default_tiling(num_reads: int, width: int, dtype: jnp.dtype) -> HeadTiling:
     return HeadTiling(min(side, pl.cdiv(num_reads, LANES) * LANES), side, max(steps, default=width), 8192)
 
 
+def refusal(dtype: jnp.dtype) -> str | None:
+    """Why there is no kernel for a head of this dtype; None if there is one."""
+    if jnp.dtype(dtype).name not in DTYPES:
+        return f"the TPU head takes {' and '.join(DTYPES)}, not {jnp.dtype(dtype).name}"
+    return None
+
+
 def read_logprobs(
     states: jax.Array,  # [N, E]
-    head: jax.Array,  # [E, V]
+    head: jax.Array,  # [E, V], or [V, E] if vocab_major
     target: jax.Array,  # [N] int32 token ids; -1: ignored
     temperature: jax.Array,  # [N], > 0 where the target is not ignored
     *,
+    vocab_major: bool = False,
     tiling: HeadTiling | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(log-prob of the target, entropy) in nats, both [N] float32, at ``softmax(states @ head / temperature)``.
@@ -61,8 +70,12 @@ def read_logprobs(
     states and head are both bfloat16 or both float32; products accumulate in float32. Differentiable in
     both, not in temperature. Ignored reads give 0 and no gradient, whatever their state holds.
     """
-    if states.dtype not in (jnp.bfloat16, jnp.float32) or states.dtype != head.dtype:
-        raise ValueError(f"states are {states.dtype}, the head {head.dtype}: the TPU head takes bfloat16 or float32 for both")
+    if states.dtype != head.dtype:
+        raise ValueError(f"states are {states.dtype}, the head {head.dtype}: the TPU head takes one dtype for both")
+    if (problem := refusal(states.dtype)) is not None:
+        raise ValueError(problem)
+    if vocab_major:
+        head = head.T
     num_reads, width = states.shape
     tiling = tiling or default_tiling(num_reads, width, states.dtype)
     ignored = target < 0

@@ -15,7 +15,7 @@ from jaxrl.attention.kernel import differentiable
 from jaxrl.attention.merge import apply_sink
 from jaxrl.config import AttentionConfig
 
-__all__ = ["compiler_options", "tree_attention"]
+__all__ = ["compiler_options", "device_of", "tree_attention"]
 
 
 def tree_attention(

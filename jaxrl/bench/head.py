@@ -77,7 +77,7 @@ def _version(name: str, tied: bool) -> Head | None:
             return None
         from pallas_kernels import head_tpu
 
-        return _from_stored(head_tpu.read_logprobs, tied)
+        return partial(head_tpu.read_logprobs, vocab_major=tied)
     return _from_stored(full_logits if name == "full" else partial(plain.read_logprobs, chunk=CHUNK), tied)
 
 

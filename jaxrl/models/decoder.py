@@ -249,4 +249,11 @@ def unstack_layers(variables):
 
 def head_matrix(params, architecture: Architecture):
     """The [E, V] matrix that turns hidden states into logits: the embedding's transpose if tied."""
-    return params["embed_tokens"]["embedding"].T if architecture.tie_embeddings else params["lm_head"]["kernel"]
+    matrix, vocab_major = stored_head(params, architecture)
+    return matrix.T if vocab_major else matrix
+
+
+def stored_head(params, architecture: Architecture) -> tuple[jax.Array, bool]:
+    """That matrix as it lies in the parameters, and whether it is [V, E], which a tied embedding is."""
+    tied = architecture.tie_embeddings
+    return params["embed_tokens"]["embedding"] if tied else params["lm_head"]["kernel"], tied

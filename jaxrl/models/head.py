@@ -67,12 +67,16 @@ def read_logprobs(
     return join(logp), join(entropy)
 
 
-def _on_mesh(states, head, target, temperature, chunk, mesh):
-    if target.shape[1] % mesh.shape["context"]:
-        context = mesh.shape["context"]
+def check_split(num_reads: int, mesh: Mesh) -> None:
+    """Raises ConfigError if the reads of a row cannot be split evenly over the devices that share the row."""
+    if num_reads % (context := mesh.shape["context"]):
         raise ConfigError(
-            "packing.reads", f"{target.shape[1]} reads cannot be split over mesh.context = {context}: make it a multiple"
+            "packing.reads", f"{num_reads} reads cannot be split over mesh.context = {context}: make it a multiple"
         )
+
+
+def _on_mesh(states, head, target, temperature, chunk, mesh):
+    check_split(target.shape[1], mesh)
     reads = PartitionSpec(ROW_AXES, "context")
     return jax.shard_map(
         partial(read_logprobs, chunk=chunk),

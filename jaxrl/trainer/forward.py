@@ -16,8 +16,9 @@ from jaxrl.losses import Loss
 from jaxrl.losses.aligned import Aligned, ReadLogprobs, align
 from jaxrl.losses.sums import LossSums
 from jaxrl.mesh import row_shards
-from jaxrl.models.decoder import Decoder, head_matrix
+from jaxrl.models.decoder import Decoder, stored_head
 from jaxrl.models.head import read_logprobs
+from jaxrl.models.head_kernel import choose_head, kernel_logprobs
 from jaxrl.trainer.placement import PlacedRows
 
 # Reads of one device whose logits exist at a time: enough to fill a matmul, and at 150,000 tokens of
@@ -56,12 +57,18 @@ def read_rows(
     reads = rows.reads
     states_RUE = jnp.take_along_axis(hidden_RTE, jnp.maximum(reads.state, 0)[..., None], axis=1)
     # Gathered over fsdp once here, not once per chunk of reads.
-    head_EV = jax.lax.with_sharding_constraint(
-        head_matrix(variables["params"], architecture).astype(decoder.dtype), NamedSharding(mesh, PartitionSpec(None, "tensor"))
-    )
-    rows_per_device = reads.state.shape[0] // row_shards(mesh)
-    chunk = max(1, _HEAD_READS // rows_per_device)
-    logp, entropy = read_logprobs(states_RUE, head_EV, reads.target, reads.temperature, chunk, mesh=mesh)
+    head, vocab_major = stored_head(variables["params"], architecture)
+    whole = PartitionSpec("tensor", None) if vocab_major else PartitionSpec(None, "tensor")
+    head = jax.lax.with_sharding_constraint(head.astype(decoder.dtype), NamedSharding(mesh, whole))
+    head_EV = head.T if vocab_major else head
+    kernel = choose_head(attention.impl, mesh, jnp.dtype(decoder.dtype).name)
+    if kernel is not None:
+        arrays = (states_RUE, head, reads.target, reads.temperature)
+        logp, entropy = kernel_logprobs(kernel, *arrays, vocab_major=vocab_major, mesh=mesh)
+    else:
+        rows_per_device = reads.state.shape[0] // row_shards(mesh)
+        chunk = max(1, _HEAD_READS // rows_per_device)
+        logp, entropy = read_logprobs(states_RUE, head_EV, reads.target, reads.temperature, chunk, mesh=mesh)
     of_candidates = _candidate_logprobs(states_RUE, head_EV, logp, reads) if candidates else None
     return ReadLogprobs(logp, entropy, candidates=of_candidates)
 
