@@ -179,6 +179,7 @@ def _with_server(options: argparse.Namespace, folder: Path) -> None:
     """One server for all modes: it takes longer to start than a mode to run."""
     from bridge.client import process
     from bridge.client.launch import find_interpreter, launches
+    from jaxrl.pipeline.run import RunError
 
     settings = SamplerConfig(
         kind="vllm",
@@ -200,6 +201,8 @@ def _with_server(options: argparse.Namespace, folder: Path) -> None:
             for mode in options.modes:
                 _run(mode, server.url, options, folder)
                 gc.collect()  # the next mode needs the memory
+        except RunError as error:
+            raise error if server.alive else server.failure("ended") from error
         finally:
             runner.run(server.stop())
 
