@@ -3,6 +3,7 @@
 Nothing here imports torch or jax: environment workers load it too.
 """
 
+import functools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -64,10 +65,16 @@ class Tokenizer:
             raise ChatTemplateError(f"the chat template refused the messages: {error}") from error
 
     def _encode(self, text: str) -> list[int]:
-        return self.hf.encode(text, add_special_tokens=False)
+        return list(_ids(self.hf, text))
 
     def _decode(self, ids: Sequence[int], special: bool) -> str:
         return self.hf.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+
+
+@functools.lru_cache(maxsize=64)
+def _ids(hf: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
+    """Remembered, because the episodes of a group begin with the same prompt: 5,000 tokens take 20 ms each time."""
+    return tuple(hf.encode(text, add_special_tokens=False))
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
