@@ -35,15 +35,15 @@ class Adapter:
 
 @dataclass(eq=False)
 class Stream:
-    """One generation. `ids`, `logp` and `versions` hold what was computed and not yet sent."""
+    """One generation. `ids` and `logp` hold what has come from vLLM and was not yet sent."""
 
     collector: object  # vLLM's RequestOutputCollector
     adapter: Adapter | None
     started: bool = False
     ids: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
-    versions: list[list[int]] = field(default_factory=list)
-    spans: list[list[int]] = field(default_factory=list)  # [version, tokens] since the start
+    spans: list[list[int]] = field(default_factory=list)  # [version, tokens] since the start; may be ahead of `ids`
+    num_sent: int = 0
     finish_reason: str | None = None
     error: BridgeError | None = None
     news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -54,12 +54,23 @@ class Stream:
         return self.finish_reason is not None or self.error is not None
 
     def take_line(self) -> dict:
-        line = {"ids": self.ids, "logp": self.logp, "versions": self.versions}
-        self.ids, self.logp, self.versions = [], [], []
+        end = self.num_sent + len(self.ids)
+        line = {"ids": self.ids, "logp": self.logp, "versions": _part(self.spans, self.num_sent, end)}
+        self.ids, self.logp, self.num_sent = [], [], end
         if self.finish_reason is not None:
             line["finish_reason"] = self.finish_reason
         self.news.clear()
         return line
+
+    def label(self, num_computed: int, version: int) -> None:
+        """The first `num_computed` tokens exist; those that had no label yet are of `version`."""
+        count = num_computed - sum(tokens for _, tokens in self.spans)
+        if count <= 0:
+            return
+        if self.spans and self.spans[-1][0] == version:
+            self.spans[-1][1] += count
+        else:
+            self.spans.append([version, count])
 
 
 class Streams:
@@ -141,7 +152,8 @@ class Streams:
         """Returns once every token that vLLM computed before it was paused has its label.
 
         vLLM sends outputs and its answer to the pause through one ordered channel, so by now those outputs are in the
-        client's queue or further on. An empty entry of our own behind them tells when they have been distributed.
+        client's queue or further on. An empty entry of our own behind them tells when they have been distributed. What vLLM
+        holds back then, to hand out several tokens of a generation at once (--stream-interval), it counts.
         """
         if self.engine.output_handler is not None:
             queue = self.engine.engine_core.outputs_queue
@@ -150,6 +162,10 @@ class Streams:
                 await asyncio.sleep(0)
         while any(stream.collector.output is not None for stream in self.running):
             await asyncio.sleep(0)
+        states = self.engine.output_processor.request_states
+        for stream in self.running:
+            if (state := states.get(stream.collector.request_id)) is not None:
+                stream.label(state.detokenizer.num_output_tokens(), self._version_of(stream))
 
     async def added(self) -> None:
         """Returns once every admitted request has reached vLLM; the gate must be closed."""
@@ -184,12 +200,7 @@ class Streams:
                 raise BridgeError("internal", "vLLM returned tokens without log-probs")
             stream.ids += ids
             stream.logp += [entry[token].logprob for token, entry in zip(ids, completion.logprobs, strict=True)]
-            version = self.version if stream.adapter is None else stream.adapter.version
-            for spans in (stream.versions, stream.spans):
-                if spans and spans[-1][0] == version:
-                    spans[-1][1] += len(ids)
-                else:
-                    spans.append([version, len(ids)])
+            stream.label(stream.num_sent + len(stream.ids), self._version_of(stream))
             self._forget()
             self._tokens.append((time.monotonic(), len(ids)))
         if output.finished:
@@ -197,6 +208,9 @@ class Streams:
                 raise BridgeError("internal", f"vLLM ended the generation: {completion.finish_reason}")
             stream.finish_reason = completion.finish_reason
             _cross_check(stream, completion)
+
+    def _version_of(self, stream: Stream) -> int:
+        return self.version if stream.adapter is None else stream.adapter.version
 
     def _forget(self) -> None:
         now = time.monotonic()
@@ -219,6 +233,17 @@ class Streams:
     def _note_idle(self) -> None:
         if not self.running and not self.num_adding:
             self.idle.set()
+
+
+def _part(spans: list[list[int]], begin: int, end: int) -> list[list[int]]:
+    """Of [version, tokens] spans, those of tokens [begin, end)."""
+    part, at = [], 0
+    for version, tokens in spans:
+        count = min(at + tokens, end) - max(at, begin)
+        if count > 0:
+            part.append([version, count])
+        at += tokens
+    return part
 
 
 def _cross_check(stream: Stream, completion) -> None:
