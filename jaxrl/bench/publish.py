@@ -64,6 +64,7 @@ async def _measure(options: argparse.Namespace) -> None:
         max_length=LENGTH,
         dtype=options.dtype,
         memory=options.memory,
+        flags=("--stream-interval", "1"),  # every token as it comes: a stop is seen between two
     )
     architecture = qwen3(options.shape)
     with tempfile.TemporaryDirectory() as folder:
