@@ -55,9 +55,12 @@ def main(argv: list[str]) -> None:
     options = _parse(argv)
     if options.folder is None:
         with tempfile.TemporaryDirectory() as folder:
-            _measure(options, Path(folder), argv)
-    else:
-        _measure(options, Path(options.folder), argv)
+            return _measure(options, Path(folder), argv)
+    folder = Path(options.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        sys.exit(f"--folder {folder} is not empty: a run in it would be continued, not measured")
+    _measure(options, folder, argv)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
