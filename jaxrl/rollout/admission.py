@@ -7,7 +7,7 @@ from jaxrl.rollout.protocol import SamplerError, SamplingParams
 
 def admit(prompt: Sequence[int], params: SamplingParams, max_length: int, vocab_size: int) -> tuple[int, ...]:
     """The prompt's ids. Raises SamplerError if nothing can be generated from them as `params` says."""
-    ids = tuple(int(token) for token in prompt)
+    ids = tuple(map(int, prompt))
     if not ids:
         raise SamplerError("the prompt is empty: it needs at least one token")
     if len(ids) >= max_length:
