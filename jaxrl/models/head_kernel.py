@@ -40,9 +40,14 @@ def choose_head(impl: str, mesh: Mesh, dtype: str) -> HeadKernel | None:
 @lru_cache
 def _choose(impl: str, platform: str, capability: str | None, dtype: str, tensor: int) -> HeadKernel | None:
     name, module, only = _KERNELS.get(platform, (None, None, None))
-    if impl == "auto" and module is not None and only in (None, capability):
+    if impl == "auto" and module is not None:
         kernel = importlib.import_module(module)
-        problem = f"mesh.tensor = {tensor} splits the vocabulary" if tensor > 1 else kernel.refusal(dtype)
+        if only not in (None, capability):
+            problem = f"the {name} head needs compute capability {only}, not {capability}"
+        elif tensor > 1:
+            problem = f"mesh.tensor = {tensor} splits the vocabulary"
+        else:
+            problem = kernel.refusal(dtype)
         if problem is None:
             log.info("head over reads: the %s kernel in %s", name, dtype)
             return kernel.read_logprobs

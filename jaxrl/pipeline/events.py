@@ -8,10 +8,10 @@ from jaxrl.config import Config
 
 @dataclass(frozen=True)
 class ControllerConfig:
-    mode: Literal["sync", "async", "inflight"]
+    mode: Literal["sync", "periodic", "partial", "async", "inflight"]
     steps: int
     groups_per_step: int  # most groups of a step
-    max_lag: int
+    max_lag: int  # not in sync and periodic
     window: int
     checkpoint_every: int
     eval_every: int = 0  # 0: no evaluation on the way
@@ -23,16 +23,29 @@ class ControllerConfig:
     min_groups: int = 0  # fewest groups of a step; 0: groups_per_step
     workers: int = 0  # groups that run at once; 0: as many as the lag allows
     queue: int = 0  # finished groups that wait before they hold their workers; 0: no end. Only with workers
-    publish_every: int = 1  # steps between publishes
+    publish_every: int = 1  # steps between publishes; of a period
+    publish: Literal["push", "pull"] = "push"  # pull: when the sampler asks. In async and inflight
 
     def __post_init__(self):
         """Raises ValueError for settings under which a run would wait for ever."""
         if not 0 <= self.min_groups <= self.groups_per_step:
             raise ValueError(f"min_groups = {self.min_groups} is not within 0 and groups_per_step = {self.groups_per_step}")
-        if self.mode != "sync" and not 1 <= self.publish_every <= self.max_lag + 1:
+        if self.mode not in ("sync", "periodic") and not 1 <= self.publish_every <= self.max_lag + 1:
             raise ValueError(f"publish_every = {self.publish_every} is not within 1 and max_lag + 1 = {self.max_lag + 1}")
         if self.workers and self.queue and self.workers + self.queue < self.fewest:
             raise ValueError(f"workers + queue = {self.workers + self.queue} never hold the {self.fewest} groups of a step")
+
+    @property
+    def rolls_on(self) -> bool:
+        """Whether rollouts never stop."""
+        return self.mode in ("async", "inflight")
+
+    @property
+    def most_lag(self) -> int:
+        """Of a group when it is trained on."""
+        if self.mode == "periodic":
+            return self.publish_every - 1
+        return 0 if self.mode == "sync" else self.max_lag
 
     @property
     def fewest(self) -> int:
@@ -52,6 +65,7 @@ def controller_config(config: Config) -> ControllerConfig:
         workers=p.workers,
         queue=p.queue,
         publish_every=p.publish_every,
+        publish=p.publish,
         checkpoint_every=p.steps + 1,
     )
 
@@ -108,6 +122,11 @@ class PublishFailed:
 
 
 @dataclass(frozen=True)
+class WeightsWanted:
+    """Pull: the sampler is ready for newer weights."""
+
+
+@dataclass(frozen=True)
 class EvalDone:
     pass
 
@@ -148,6 +167,7 @@ Event = (
     | TrainFailed
     | PublishDone
     | PublishFailed
+    | WeightsWanted
     | EvalDone
     | Broken
     | CheckpointDone
@@ -162,6 +182,13 @@ Event = (
 
 @dataclass(frozen=True)
 class SubmitGroup:
+    index: int
+
+
+@dataclass(frozen=True)
+class CutGroup:
+    """The group stops and keeps what it has sampled; it goes on there when it is submitted again."""
+
     index: int
 
 
@@ -192,6 +219,7 @@ class Evaluate:
     """Held-out tasks; nothing is published before EvalDone, so one exact version answers them all."""
 
     version: int
+    place: int  # index of the group whose priority it has: it waits for those before it, and they do not wait for it
 
 
 @dataclass(frozen=True)
@@ -213,4 +241,4 @@ class Fail:
     reason: str
 
 
-Action = SubmitGroup | DropGroup | Train | Publish | Evaluate | Checkpoint | Stop | Fail
+Action = SubmitGroup | CutGroup | DropGroup | Train | Publish | Evaluate | Checkpoint | Stop | Fail

@@ -31,11 +31,12 @@ def test_each_platform_gets_its_kernel_or_a_reason(caplog):
         assert said == ["head over reads: the Hopper kernel in bfloat16", "head over reads: the Pallas kernel in float32"]
         caplog.clear()
         assert _choose("auto", "gpu", "9.0", "float32", 1) is _choose("auto", "tpu", None, "bfloat16", 2) is None
-        first, second = (r.message for r in caplog.records)
+        assert _choose("auto", "gpu", "8.0", "bfloat16", 1) is None
+        first, second, third = (r.message for r in caplog.records)
         assert "slower on a GPU, because" in first and "float32" in first
-        assert "mesh.tensor = 2" in second
+        assert "mesh.tensor = 2" in second and "9.0, not 8.0" in third
         caplog.clear()
-        assert _choose("reference", "tpu", None, "bfloat16", 1) is _choose("auto", "gpu", "8.0", "bfloat16", 1) is None
+        assert _choose("reference", "tpu", None, "bfloat16", 1) is None
         assert choose_head("auto", make_mesh(MeshConfig()), "bfloat16") is None, "a CPU has none"
     assert not caplog.records
 
