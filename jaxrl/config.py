@@ -149,31 +149,44 @@ class SamplerConfig(_Table):
 
 
 class PipelineConfig(_Table):
-    mode: Literal["sync", "async", "inflight"] = Field(
+    mode: Literal["sync", "periodic", "partial", "async", "inflight"] = Field(
         default="sync",
-        description="sync: generate, train, publish, repeat. async: rollouts never stop. inflight: weights also change under running generations.",
+        description="sync: generate, train, publish, repeat. periodic: steps are taken while the rest of publish_every steps' groups run; "
+        "weights are published once all have ended. partial: a step cuts the groups that run, and they continue after it. async: rollouts "
+        "never stop. inflight: weights also change under running generations.",
     )
     steps: int = Field(default=100, ge=1, description="Optimizer steps of the run.")
     groups_per_step: int = Field(default=16, ge=1, description="Groups trained on in one optimizer step.")
     group_size: int = Field(default=8, ge=1, description="Episodes per task.")
-    max_lag: int = Field(default=1, ge=0, description="async and inflight: most policy versions between sampling and training.")
+    extra_episodes: int = Field(
+        default=0,
+        ge=0,
+        description="not in sync: so many more episodes of a task are started, and the first group_size to end are its group. That "
+        "favours short answers: extra/kept_tokens_mean and extra/left_out_tokens_mean say by how much.",
+    )
+    max_lag: int = Field(
+        default=1, ge=0, description="partial, async and inflight: most policy versions between sampling and training."
+    )
     window: int = Field(
-        default=4, ge=1, description="async and inflight: a group may be passed by at most window - 1 later ones."
+        default=4, ge=1, description="partial, async and inflight: a group may be passed by at most window - 1 later ones."
     )
     min_groups: int = Field(
         default=0,
         ge=0,
-        description="async and inflight: a step is taken as soon as so many groups are there, the others go on; 0: groups_per_step.",
+        description="not in sync: a step is taken as soon as so many groups are there, without the others; 0: groups_per_step.",
     )
-    workers: int = Field(
-        default=0, ge=0, description="async and inflight: groups that run at once; 0: as many as max_lag allows."
-    )
+    workers: int = Field(default=0, ge=0, description="not in sync: groups that run at once; 0: as many as the lag allows.")
     queue: int = Field(
         default=0,
         ge=0,
-        description="async and inflight: finished groups that may wait before they hold their workers; 0: any number.",
+        description="not in sync: finished groups that may wait before they hold their workers; 0: any number.",
     )
-    publish_every: int = Field(default=1, ge=1, description="async and inflight: steps between two publishes.")
+    publish_every: int = Field(default=1, ge=1, description="not in sync: steps between two publishes, or of a period.")
+    publish: Literal["push", "pull"] = Field(
+        default="push",
+        description="async and inflight: weights are published when they are there, or, from publish_every steps on, when the sampler asks: "
+        "when no call waits for a slot.",
+    )
 
 
 class AlgorithmConfig(_Table):
@@ -373,7 +386,12 @@ def _check_combinations(config: Config) -> None:
     _check_algorithm(config)
     if p.min_groups > p.groups_per_step:
         raise ConfigError("pipeline.min_groups", f"{p.min_groups} is more than pipeline.groups_per_step = {p.groups_per_step}")
-    if p.mode != "sync" and p.publish_every > p.max_lag + 1:
+    if p.mode == "sync" and p.extra_episodes:
+        raise ConfigError(
+            "pipeline.extra_episodes",
+            'which episodes end first depends on the clock, and pipeline.mode = "sync" repeats every bit: use another mode, or leave it out',
+        )
+    if p.mode not in ("sync", "periodic") and p.publish_every > p.max_lag + 1:
         raise ConfigError(
             "pipeline.publish_every",
             f"{p.publish_every} steps make every group older than max_lag = {p.max_lag}: at most {p.max_lag + 1}",
@@ -440,6 +458,7 @@ def _check_vllm(config: Config) -> None:
         raise ConfigError("sampler.shared_folder", 'sampler.transport = "file" needs a folder that trainer and servers share')
 
 
+_PAUSED = ("periodic", "partial")  # the sampler is idle whenever weights come
 _TIED = ("tba", "dpo")  # losses over whole responses, tied to the reference policy
 _UNREAD_BY_LOSS = {
     "cispo": ("clip_low",),
@@ -456,10 +475,14 @@ def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
     default is an error, so that nobody tunes what does nothing."""
     algorithm, held_out = config.algorithm, config.eval.num_tasks
     if config.pipeline.mode == "sync":
-        unread_in_sync = ("max_lag", "window", "min_groups", "workers", "queue", "publish_every")
-        yield from ((f"pipeline.{key}", 'pipeline.mode = "sync"') for key in unread_in_sync)
+        unread = ("max_lag", "window", "min_groups", "workers", "queue", "publish_every", "publish")
+        yield from ((f"pipeline.{key}", 'pipeline.mode = "sync"') for key in unread)
     elif config.pipeline.workers == 0:
         yield "pipeline.queue", "pipeline.workers = 0"
+    if config.pipeline.mode in _PAUSED:
+        yield "pipeline.publish", f'pipeline.mode = "{config.pipeline.mode}"'
+    if config.pipeline.mode == "periodic":
+        yield from ((f"pipeline.{key}", 'pipeline.mode = "periodic"') for key in ("max_lag", "window"))
     if algorithm.baseline != "group":
         yield "algorithm.scale_by_std", f'algorithm.baseline = "{algorithm.baseline}"'
     if algorithm.normaliser != "constant":

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -39,18 +38,22 @@ def read(path: str | Path) -> Iterator[dict[str, Any]]:
 
 
 def cut(path: str | Path, step: int) -> None:
-    """Truncates a file of step-ordered JSON lines after the last line of `step`: later steps and a
-    half-written last line go. A file that is not there is left alone."""
+    """Removes the lines of later steps than `step` and a half-written last line from a file of JSON lines; what was logged late of
+    an earlier step stays. A file that is not there is left alone."""
     path = Path(path)
     if not path.exists():
         return
-    end = 0
-    for line_end, line in _whole_lines(path):
-        if line["step"] > step:
-            break
-        end = line_end
-    if end < path.stat().st_size:
-        os.truncate(path, end)
+    begin, kept = 0, []
+    for end, line in _whole_lines(path):
+        if line["step"] <= step:
+            kept.append((begin, end))
+        begin = end
+    data = path.read_bytes()
+    left = b"".join(data[begin:end] for begin, end in kept)
+    if left != data:
+        part = path.with_suffix(".part")
+        part.write_bytes(left)
+        part.replace(path)
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -14,17 +14,19 @@ from jaxrl.rollout.episodes import EpisodeRunner, sampling_params
 from jaxrl.rollout.protocol import SamplerError
 
 NORMAL_95 = 1.96  # standard errors to either side of a mean that hold 95% of a normal distribution
-PRIORITY = -1  # before every group: the trainer waits for an evaluation
 
 
-async def evaluate(config: Config, tasks: Sequence[Mapping[str, Any]], runner: EpisodeRunner, version: int) -> dict[str, float]:
-    """Metrics of `eval.samples` episodes on each of the first `eval.num_tasks` held-out tasks. A failed episode earned
+async def evaluate(
+    config: Config, tasks: Sequence[Mapping[str, Any]], runner: EpisodeRunner, version: int, priority: int = 0
+) -> dict[str, float]:
+    """Metrics of `eval.samples` episodes on each of the first `eval.num_tasks` held-out tasks; `priority` as of
+    Sampler.generate. A failed episode earned
     nothing; how many failed is a metric of its own. Raises SamplerError if a token is of another version."""
     params = sampling_params(config, evaluation=True)
     began = time.monotonic()
     async with asyncio.TaskGroup() as group:
         runs = [
-            group.create_task(runner.run(task, params, task_index=i, group=i, index=k, stream="eval", priority=PRIORITY))
+            group.create_task(runner.run(task, params, task_index=i, group=i, index=k, stream="eval", priority=priority))
             for i, task in enumerate(tasks[: config.eval.num_tasks])
             for k in range(config.eval.samples)
         ]

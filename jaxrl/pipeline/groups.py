@@ -1,13 +1,13 @@
-"""Runs the episodes of groups. A finished episode is on disk before anything else learns of it, and what running
-episodes have sampled follows within a second.
+"""Runs the episodes of a group; the first of them to end make it.
 
-Both go into one write: what is on disk is always a state in which the run was, and a kill never keeps an answer
-that ended while it drops the same moment's tokens of one that had not.
+A group can be cut: its task is cancelled, and its `Progress` holds what ended and what the others have sampled, with the
+log-probs and versions of every token. Run again, it continues there.
 """
 
 import asyncio
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrl.config import Config
@@ -15,89 +15,27 @@ from jaxrl.data import Episode, Group
 from jaxrl.packing import RowLimits
 from jaxrl.pipeline.batch import refuse_too_long
 from jaxrl.pipeline.data_order import task_of
-from jaxrl.pipeline.journal import Journal, Partial
+from jaxrl.pipeline.first_to_end import first_to_end
+from jaxrl.pipeline.journal_writer import JournalWriter
+from jaxrl.pipeline.rollouts import num_sampled
 from jaxrl.rollout.chat import CallKey
 from jaxrl.rollout.episodes import EpisodeRunner, sampling_params
-from jaxrl.rollout.partial import CallRecord, Increment, Recorder, merge
-
-PARTIAL_SECONDS = 1.0  # what a kill may take from a running episode
-PARTIAL_TOKENS = 1 << 18  # a few megabytes in memory
+from jaxrl.rollout.partial import CallRecord, Recorder
 
 
-class JournalWriter:
-    """Appends from the event loop: what comes while one fsync runs shares the next."""
+@dataclass
+class Progress:
+    """Of a group, from one start to the next."""
 
-    def __init__(self, journal: Journal):
-        self._journal = journal
-        self._waiting: list[tuple[Group, asyncio.Future]] = []
-        self._partial: dict[tuple[int, int], list[Increment]] = {}  # by group and episode
-        self._num_tokens = 0  # in _partial
-        self._is_due = False  # to be written, whether an episode finishes or not
-        self._timer: asyncio.TimerHandle | None = None
-        self._busy: asyncio.Task | None = None
-        self._error: Exception | None = None
-
-    async def append(self, group: Group) -> None:
-        """Returns when it is on disk. Raises JournalError if the disk refuses."""
-        written = asyncio.get_running_loop().create_future()
-        self._waiting.append((group, written))
-        self._start()
-        await written
-
-    def add(self, group: int, episode: int, increment: Increment) -> None:
-        """More tokens of a running episode, on disk within PARTIAL_SECONDS. Raises what the disk said to earlier ones."""
-        if self._error is not None:
-            raise self._error
-        self._partial.setdefault((group, episode), []).append(increment)
-        self._num_tokens += len(increment.tokens.ids)
-        if self._num_tokens >= PARTIAL_TOKENS:
-            self._flush()
-        elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(PARTIAL_SECONDS, self._flush)
-
-    async def close(self) -> None:
-        """Writes what was added. Raises JournalError if the disk refuses."""
-        self._flush()
-        await self._busy
-        if self._error is not None:
-            raise self._error
-
-    def _flush(self) -> None:
-        self._is_due = True
-        self._start()
-
-    def _start(self) -> None:
-        if self._busy is None or self._busy.done():
-            self._busy = asyncio.create_task(self._write())
-
-    async def _write(self) -> None:
-        while self._waiting or self._is_due:
-            batch, self._waiting = self._waiting, []
-            try:
-                await asyncio.to_thread(self._append, [group for group, _ in batch], self._take_partial())
-            except Exception as error:  # those who wait raise it
-                self._error = error
-                _settle(batch, error)
-            else:
-                _settle(batch, None)
-
-    def _take_partial(self) -> dict[tuple[int, int], list[Increment]]:
-        partial, self._partial, self._num_tokens, self._is_due = self._partial, {}, 0, False
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        return partial
-
-    def _append(self, groups: list[Group], partial: dict[tuple[int, int], list[Increment]]) -> None:
-        finished = {(group.index, episode.index) for group in groups for episode in group.episodes}
-        partials = [Partial(*place, tuple(merge(parts))) for place, parts in partial.items() if place not in finished]
-        self._journal.append(*groups, partials=partials)
+    episodes: dict[int, Episode] = field(default_factory=dict)  # ended, in that order
+    calls: dict[int, Mapping[CallKey, CallRecord]] = field(default_factory=dict)  # of the others, by episode
+    writes: dict[int, asyncio.Task] = field(default_factory=dict)  # of the episodes of this process: on their way to disk
 
 
-def _settle(batch: Sequence[tuple[Group, asyncio.Future]], error: Exception | None) -> None:
-    for _, written in batch:
-        if not written.done():
-            written.set_exception(error) if error else written.set_result(None)
+@dataclass(frozen=True)
+class Ran:
+    group: Group
+    left_out: tuple[int, ...]  # tokens that each episode past the first group_size had sampled when these had ended
 
 
 async def run_group(
@@ -105,30 +43,58 @@ async def run_group(
     tasks: Sequence[Mapping[str, Any]],
     runner: EpisodeRunner,
     journal: JournalWriter,
-    recorded: Sequence[Episode],
-    partial: Mapping[int, Mapping[CallKey, CallRecord]],
+    progress: Progress,
     config: Config,
     limits: RowLimits,
-) -> Group:
-    """The group at data position `index`. Episodes that `recorded` holds are taken from there, the others run, from what
-    `partial` has of them by episode; the oldest groups have the sampler first. Cancelling it cancels its episodes."""
+) -> Ran:
+    """The group at data position `index`, from where `progress` has it; the oldest groups have the sampler first. Cancelling it
+    cancels its episodes, and `progress` then holds what they had."""
     task_index = task_of(index, len(tasks), config.seed)
     params = sampling_params(config, evaluation=False)
-    known = {episode.index: episode for episode in recorded}
+    wanted = config.pipeline.group_size
+    started = wanted + config.pipeline.extra_episodes
 
-    async def one(k: int) -> Episode:
-        if k in known:
-            return known[k]
-        recorder = None
-        if config.pipeline.mode != "sync":  # there a restart repeats every bit, and a continuation would not
-            recorder = Recorder(partial.get(k, {}), functools.partial(journal.add, index, k))
-        episode = await runner.run(
-            tasks[task_index], params, task_index=task_index, group=index, index=k, priority=index, recorder=recorder
-        )
-        episode = refuse_too_long(episode, limits)
-        await journal.append(Group(index, task_index, (episode,)))
-        return episode
+    async def one(k: int) -> None:
+        if k not in progress.episodes:
+            recorder = None
+            if config.pipeline.mode != "sync":  # there a restart repeats every bit, and a continuation would not
+                recorder = Recorder(progress.calls.get(k, {}), functools.partial(journal.add, index, k))
+            try:
+                episode = await runner.run(
+                    tasks[task_index], params, task_index=task_index, group=index, index=k, priority=index, recorder=recorder
+                )
+            except asyncio.CancelledError:
+                if recorder is not None:
+                    progress.calls[k] = recorder.stop()
+                raise
+            episode = refuse_too_long(episode, limits)
+            progress.writes[k] = asyncio.ensure_future(journal.append(Group(index, task_index, (episode,))))
+            progress.episodes[k] = episode
+        if k in progress.writes:
+            await asyncio.shield(progress.writes[k])
+        if _chosen(progress.episodes.values(), wanted, started) is not None:
+            for task in running:
+                if task is not asyncio.current_task():
+                    task.cancel()
 
     async with asyncio.TaskGroup() as group:
-        running = [group.create_task(one(k)) for k in range(config.pipeline.group_size)]
-    return Group(index, task_index, tuple(task.result() for task in running))
+        running = [group.create_task(one(k)) for k in range(started)]
+    await asyncio.gather(*progress.writes.values())
+    chosen = _chosen(progress.episodes.values(), wanted, started)
+    assert chosen is not None, f"group {index} ended without its episodes"
+    kept = {episode.index for episode in chosen}
+    left_out = tuple(_num_tokens(progress, k) for k in range(started) if k not in kept)
+    return Ran(Group(index, task_index, chosen), left_out)
+
+
+def _chosen(ended: Iterable[Episode], wanted: int, started: int) -> tuple[Episode, ...] | None:
+    """The group's episodes by index, once there are enough."""
+    ended = list(ended)
+    places = first_to_end([episode.error is None for episode in ended], wanted, started)
+    return None if places is None else tuple(sorted((ended[place] for place in places), key=lambda e: e.index))
+
+
+def _num_tokens(progress: Progress, k: int) -> int:
+    if k in progress.episodes:
+        return num_sampled(progress.episodes[k])
+    return sum(len(call.tokens.ids) for call in progress.calls.get(k, {}).values())

@@ -43,6 +43,19 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     return metrics | {name: float(np.mean(values)) for name, values in sorted(own.items())}
 
 
+def extra_metrics(groups: Sequence[Group], left_out: Sequence[int]) -> dict[str, float]:
+    """What keeping the first episodes to end favours: tokens of those that were kept, and of the others, which had sampled
+    `left_out` tokens when they were stopped and would have gone on."""
+    kept = [num_sampled(e) for g in groups for e in g.episodes if e.error is None]
+    if not left_out or not kept:
+        return {}
+    return {
+        "extra/left_out": float(len(left_out)),
+        "extra/kept_tokens_mean": float(np.mean(kept)),
+        "extra/left_out_tokens_mean": float(np.mean(left_out)),
+    }
+
+
 def load_metrics(loads: Sequence[SamplerLoad]) -> dict[str, float]:
     """Means over what was seen of the sampler: generations that run and that wait, share of the KV cache in use."""
     if not loads:

@@ -9,6 +9,7 @@ never waits on a device; the sampler has a thread of its own, environments are p
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,10 +25,11 @@ from jaxrl.pipeline.batch import Batch, is_informative, oldest_version
 from jaxrl.pipeline.data_order import fingerprint
 from jaxrl.pipeline.evaluate import evaluate
 from jaxrl.pipeline.events import controller_config
-from jaxrl.pipeline.groups import JournalWriter, run_group
+from jaxrl.pipeline.groups import Progress, run_group
 from jaxrl.pipeline.journal import Journal
+from jaxrl.pipeline.journal_writer import JournalWriter
 from jaxrl.pipeline.packer import Packer, PackerError
-from jaxrl.pipeline.rollouts import load_metrics, num_sampled, rollout_metrics, write_rollouts
+from jaxrl.pipeline.rollouts import extra_metrics, load_metrics, num_sampled, rollout_metrics, write_rollouts
 from jaxrl.pipeline.setup import Parts
 from jaxrl.pipeline.start import saved_part
 from jaxrl.pipeline.training import Trained, parity_batch, train
@@ -87,15 +89,19 @@ class Shell:
         self.reward: float | None = None
         self.began = began - host["seconds"]
         self.controller = c.start(_controller_config(config), int(state.step), host["controller"])
-        live = set(self.controller.returning)
-        replayed = journal.replay(lambda i: i in live or i >= self.controller.next_index)
-        self.recorded = {group.index: group.episodes for group in replayed}
-        self.partial = journal.partials(lambda i: i in live or i >= self.controller.next_index)
+        live = {group.index for group in self.controller.returning}
+        self.progress: dict[int, Progress] = defaultdict(Progress)  # of groups that have begun and not ended
+        for group in journal.replay(lambda i: i in live or i >= self.controller.next_index):
+            self.progress[group.index].episodes = {episode.index: episode for episode in group.episodes}
+        for index, calls in journal.partials(lambda i: i in live or i >= self.controller.next_index).items():
+            self.progress[index].calls |= calls
         self.writer = JournalWriter(journal)
         self.finished: dict[int, Group] = {}  # waiting to be trained on, or being trained on
         self.recent: list[Group] = []  # finished since the last step
         self.saved_snapshot: dict[str, Any] | None = None  # of the save under way
+        self.left_out: list[int] = []  # tokens of the episodes that their groups left out
         self.tasks: dict[asyncio.Task, int | None] = {}  # with the group it runs
+        self.cut: dict[int, list[asyncio.Task]] = {}  # what still ends of groups that were cut
         self.counted = self.controller  # at the step before: its counters run through the whole run
         self.loads: list[SamplerLoad] = []  # seen since the last step
         self.last_step_at = time.monotonic()
@@ -114,6 +120,8 @@ class Shell:
     async def _watch_load(self) -> None:
         while True:
             self.loads.append(self.sampler.load())
+            if self.config.pipeline.publish == "pull" and not self.controller.wanted and self.loads[-1].num_waiting == 0:
+                self.events.put_nowait(c.WeightsWanted())
             await asyncio.sleep(LOAD_SECONDS)
 
     async def _loop(self) -> dict[str, Any]:
@@ -139,18 +147,26 @@ class Shell:
         match action:
             case c.SubmitGroup(index):
                 self._spawn(self._run_group(index), index)
+            case c.CutGroup(index):
+                self.cut[index] = self._cancel(index)
             case c.DropGroup(index, _):
                 self.finished.pop(index, None)
-                for task in [task for task, group in self.tasks.items() if group == index]:
-                    task.cancel()
+                self.progress.pop(index, None)
+                self._cancel(index)
             case c.Train(step, indices):
                 self._spawn(self._train(step, indices))
             case c.Publish(version, in_flight):
                 self._spawn(self._publish(version, in_flight))
-            case c.Evaluate(version):
-                self._spawn(self._evaluate(version))
+            case c.Evaluate(version, place):
+                self._spawn(self._evaluate(version, place))
             case c.Checkpoint(step):
                 self._spawn(self._checkpoint(step, c.snapshot(self.controller)))
+
+    def _cancel(self, index: int) -> list[asyncio.Task]:
+        tasks = [task for task, group in self.tasks.items() if group == index]
+        for task in tasks:
+            task.cancel()
+        return tasks
 
     def _spawn(self, work: Awaitable[c.Event], group: int | None = None) -> None:
         task = asyncio.ensure_future(work)
@@ -173,9 +189,13 @@ class Shell:
         self.events.put_nowait(c.Broken(f"{type(error).__name__}: {error}") if is_outside else error)
 
     async def _run_group(self, index: int) -> c.Event:
-        recorded, partial = self.recorded.pop(index, ()), self.partial.pop(index, {})
-        tasks = self.parts.environment.train
-        group = await run_group(index, tasks, self.runner, self.writer, recorded, partial, self.config, self.parts.limits)
+        if cut := self.cut.pop(index, []):
+            await asyncio.wait(cut)
+        tasks, progress = self.parts.environment.train, self.progress[index]
+        ran = await run_group(index, tasks, self.runner, self.writer, progress, self.config, self.parts.limits)
+        group = ran.group
+        self.progress.pop(index, None)
+        self.left_out += ran.left_out
         errors = [e.error for e in group.episodes if e.error is not None]
         self.recent.append(group)
         if len(errors) == len(group.episodes):
@@ -202,6 +222,7 @@ class Shell:
                 state_intact=True,
             )
         recent, self.recent = self.recent, []
+        left_out, self.left_out = self.left_out, []
         loads, self.loads = self.loads, []
         before, self.counted = self.counted, self.controller
         since = trained - self.last_step_at
@@ -210,10 +231,13 @@ class Shell:
             **done.metrics,
             **batch.metrics,
             **load_metrics(loads),
+            **extra_metrics(recent, left_out),
             "groups/finished": float(len(recent)),
             "groups/zero_variance": float(self.counted.num_zero_variance - before.num_zero_variance),
             "groups/dropped_stale": float(self.counted.num_stale - before.num_stale),
             "groups/failed": float(self.counted.num_failed - before.num_failed),
+            "groups/cut": float(self.counted.num_cut - before.num_cut),
+            "groups/passed": float(self.counted.num_passed - before.num_passed),
             names.TRAINER_RATE: batch.num_tokens / (trained - packed),
             names.SAMPLER_RATE: sum(num_sampled(e) for g in recent for e in g.episodes) / since,
             "time/step": since,
@@ -251,16 +275,17 @@ class Shell:
         self.seconds["publish"] += time.monotonic() - began
         return c.PublishDone(report.version)
 
-    async def _evaluate(self, version: int) -> c.Event:
+    async def _evaluate(self, version: int, place: int) -> c.Event:
         began = time.monotonic()
-        metrics = await evaluate(self.config, self.parts.environment.heldout, self.runner, version)
-        if self.controller.phase is not c.Phase.EVALUATING:
+        metrics = await evaluate(self.config, self.parts.environment.heldout, self.runner, version, place)
+        if self.controller.evaluating != version:
             return c.EvalDone()  # abandoned: the run is being saved, and evaluates again when it goes on
         self.heldout = metrics[names.HELDOUT]
         if version == 0:
             self.heldout_before = self.heldout
         self.trackers.log(version, metrics)
-        self.seconds["evaluate"] += time.monotonic() - began
+        if self.controller.phase is c.Phase.EVALUATING:  # the trainer waited for it alone
+            self.seconds["evaluate"] += time.monotonic() - began
         return c.EvalDone()
 
     async def _checkpoint(self, step: int, snapshot: dict[str, Any]) -> c.Event:

@@ -175,8 +175,9 @@ class Simulation:
                 else:
                     self._draining, self._is_paused = (version, self.now), True
                     self._drained()
-            case c.Evaluate(_):
-                self._other_seconds += self.machine.evaluate_seconds
+            case c.Evaluate():
+                if self.controller.phase is c.Phase.EVALUATING:  # the trainer waits for it
+                    self._other_seconds += self.machine.evaluate_seconds
                 self._at(self.machine.evaluate_seconds, self._give, c.EvalDone())
             case c.Checkpoint(_):
                 self._other_seconds += self.machine.checkpoint_seconds

@@ -6,6 +6,7 @@ not all; the tokens keep the log-probs and versions they were sampled with. A ca
 environment that depends on more than the policy's answers: the record of its chat from that call on is thrown away.
 """
 
+import asyncio
 import hashlib
 import json
 from array import array
@@ -82,7 +83,10 @@ class Recorder:
 
     def __init__(self, calls: Mapping[CallKey, CallRecord], write: Callable[[Increment], None]):
         self._calls = dict(calls)
-        self._write = write
+        first = sorted(calls.items(), key=lambda item: item[0][1])  # a call voids later ones of its chat
+        self._increments = [Increment(key, call.asked, 0, call.tokens, call.finish_reason) for key, call in first]
+        self._is_stopped = False
+        self._write_out = write
         self._has_record = bool(calls)
         self._num_continued = 0
         self._num_discarded = 0
@@ -113,6 +117,17 @@ class Recorder:
                 if part.finish_reason is not None:
                     return Completion(join(parts), part.finish_reason)
         raise SamplerError("the sampler's stream ended without a finish reason")
+
+    def stop(self) -> dict[CallKey, CallRecord]:
+        """What is recorded, for a later start; nothing is from now on."""
+        self._is_stopped = True
+        return calls_of(self._increments)
+
+    def _write(self, increment: Increment) -> None:
+        if self._is_stopped:  # its generation is being cancelled
+            raise asyncio.CancelledError
+        self._write_out(increment)
+        self._increments.append(increment)
 
     def metrics(self) -> dict[str, float]:
         """Of episodes that an earlier start left a record of: tokens taken from it, and calls of it that were thrown away."""

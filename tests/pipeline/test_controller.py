@@ -25,7 +25,9 @@ class World:
     barren: float = 0.0
     failing: float = 0.0
     state: c.State = None
-    running: dict[int, int] = field(default_factory=dict)  # group -> version at its submission
+    running: dict[int, int] = field(default_factory=dict)  # group -> version at its first submission
+    cut: dict[int, int] = field(default_factory=dict)  # the same of groups that were cut
+    late: list[int] = field(default_factory=list)  # cut when they had just ended
     finished: dict[int, int] = field(default_factory=dict)  # group -> oldest version
     busy: list[c.Event] = field(default_factory=list)  # what the trainer's side is at
     batches: list[tuple[int, ...]] = field(default_factory=list)
@@ -49,31 +51,47 @@ class World:
         for action in actions:
             self.obey(action)
         self.check()
+        while self.late:
+            index = self.late.pop()
+            self.finished[index] = self.cut.pop(index)
+            self.give(c.GroupFinished(index, self.finished[index], True))
 
     def obey(self, action: c.Action) -> None:
         match action:
             case c.SubmitGroup(index):
-                assert index not in self.submitted
+                assert index not in self.submitted or index in self.cut
                 self.submitted[index] = None
-                self.running[index] = self.state.published
+                version = next(g.version for g in (*self.state.running, *self.state.returning) if g.index == index)
+                assert self.cut.pop(index, version) == version  # its first tokens are as old as they were
+                self.running[index] = version
+            case c.CutGroup(index):
+                assert self.config.mode == "partial"
+                self.cut[index] = self.running.pop(index)
+                if self.rng.random() < 0.2:
+                    self.late.append(index)
             case c.DropGroup(index, reason):
                 self.dropped.setdefault(reason, []).append(index)
                 self.running.pop(index, None)
+                self.cut.pop(index, None)
                 self.finished.pop(index, None)
             case c.Train(step, groups):
                 assert step == self.state.step == len(self.batches) + self.first_step
                 assert list(groups) == sorted(groups)
                 for index in groups:
                     self.lags.append(step - self.finished.pop(index))
-                    for other in self.running:
+                    for other in (*self.running, *self.cut):
                         self.passed[other] = self.passed.get(other, 0) + (other < index)
                 self.batches.append(groups)
                 self.busy.append(c.TrainDone())
             case c.Publish(version, in_flight):
                 assert in_flight == (self.config.mode == "inflight")
+                assert self.config.rolls_on or not self.running
+                assert self.state.evaluating is None
                 self.busy.append(c.PublishDone(version))
-            case c.Evaluate(version):
-                assert version == self.state.published == self.state.step
+            case c.Evaluate(version, place):
+                assert version == self.state.published
+                assert self.config.rolls_on or version == self.state.step and not self.running
+                assert place == self.state.next_index or self.config.rolls_on and place <= self.state.next_index
                 self.evaluated.append(version)
                 self.busy.append(c.EvalDone())
             case c.Checkpoint(step):
@@ -95,15 +113,20 @@ class World:
     def check(self) -> None:
         s, config = self.state, self.config
         if config.mode != "sync":
-            steps_left = config.max_lag + s.published + 1 - s.step - bool(s.training)
+            steps_left = config.most_lag + s.published + 1 - s.step - bool(s.training)
             # A change to smaller steps leaves more under way than fits; it is trained on or dropped, never too old.
-            assert self.is_retuned or len(s.buffer) + len(s.running) <= steps_left * config.groups_per_step
-        assert s.step - s.published <= max(s.config.publish_every, self.most_steps_between)
+            assert self.is_retuned or len(s.buffer) + len(s.running) + len(self.cut) <= steps_left * config.groups_per_step
+        may_wait = config.rolls_on and (config.publish == "pull" or config.eval_every)
+        most = config.max_lag + 1 if may_wait else max(s.config.publish_every, self.most_steps_between)
+        assert self.is_retuned and may_wait or s.step - s.published <= most
         assert {g.index for g in s.running} == set(self.running)
+        assert set(self.cut) <= {g.index for g in s.returning}
 
     def tick(self) -> None:
         """One of the things under way ends; nothing under way is a stall."""
         waiting = [("group", i) for i in self.running] + [("busy", i) for i in range(len(self.busy))]
+        if self.config.publish == "pull" and not self.state.wanted:
+            waiting.append(("wanted", 0))
         if not waiting:
             self.give(c.Tick())
             assert self.running or self.busy or self.ended, "stalled"
@@ -111,6 +134,9 @@ class World:
         kind, which = self.rng.choice(waiting)
         if kind == "busy":
             self.give(self.busy.pop(which))
+            return
+        if kind == "wanted":
+            self.give(c.WeightsWanted())
             return
         version = self.running.pop(which)
         if self.rng.random() < self.failing:
@@ -129,19 +155,32 @@ class World:
         raise AssertionError("the run did not end")
 
 
-configs = st.builds(
-    c.ControllerConfig,
-    mode=st.sampled_from(["sync", "async", "inflight"]),
-    steps=st.integers(1, 6),
-    groups_per_step=st.integers(1, 5),
-    max_lag=st.integers(0, 3),
-    window=st.integers(1, 4),
-    checkpoint_every=st.integers(1, 4),
-    eval_every=st.integers(0, 3),
-    eval_at_start=st.booleans(),
-    eval_at_end=st.booleans(),
-    checkpoint_at_start=st.booleans(),
-)
+MODES = ("sync", "periodic", "partial", "async", "inflight")
+
+
+@st.composite
+def any_config(draw, modes=MODES) -> c.ControllerConfig:
+    mode = draw(st.sampled_from(modes))
+    max_lag, groups = draw(st.integers(0, 3)), draw(st.integers(1, 5))
+    return c.ControllerConfig(
+        mode=mode,
+        steps=draw(st.integers(1, 6)),
+        groups_per_step=groups,
+        max_lag=max_lag,
+        window=draw(st.integers(1, 4)),
+        checkpoint_every=draw(st.integers(1, 4)),
+        eval_every=draw(st.integers(0, 3)),
+        eval_at_start=draw(st.booleans()),
+        eval_at_end=draw(st.booleans()),
+        checkpoint_at_start=draw(st.booleans()),
+        min_groups=0 if mode == "sync" else draw(st.sampled_from([0, 0, (groups + 1) // 2])),
+        workers=0 if mode == "sync" else draw(st.sampled_from([0, 0, 1, 3, 8])),
+        publish_every=1 if mode == "sync" else draw(st.integers(1, 3 if mode == "periodic" else max_lag + 1)),
+        publish=draw(st.sampled_from(["push", "pull"])) if mode in ("async", "inflight") else "push",
+    )
+
+
+configs = any_config()
 
 
 @given(configs, st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.3, 0.9, 1.0]), st.sampled_from([0.0, 0.1]))
@@ -161,11 +200,12 @@ def test_every_interleaving_ends_and_keeps_the_bounds(config, seed, barren, fail
             assert batch == tuple(i for i in expected if i not in world.failed)
         assert set(world.lags) <= {0}
         return
-    assert max(world.lags, default=0) <= config.max_lag
-    assert max(world.passed.values(), default=0) < config.window
+    assert max(world.lags, default=0) <= config.most_lag
+    assert config.mode == "periodic" or max(world.passed.values(), default=0) < config.window
+    assert sum(world.passed.values()) == world.state.num_passed
     assert "stale" not in world.dropped  # a group is held for rather than dropped
     if barren == 0.0:
-        assert all(len(batch) == config.groups_per_step for batch in world.batches)
+        assert all(config.fewest <= len(batch) <= config.groups_per_step for batch in world.batches)
 
 
 @given(configs, st.integers(0, 2**32 - 1))
@@ -212,7 +252,7 @@ def test_resume_loses_and_repeats_nothing(config, seed, killed_at):
     # Up to the last group trained on, every group was trained on, or left for a reason.
     issued = set(range(max(trained, default=-1) + 1))
     gone = {i for w in (first, second) for groups in w.dropped.values() for i in groups}
-    alive = set(second.running) | set(second.finished)
+    alive = set(second.running) | set(second.cut) | set(second.finished)
     assert issued <= set(trained) | gone | alive
     assert len(second.batches) == config.steps - step
 
@@ -286,7 +326,15 @@ def test_a_straggler_is_waited_for_once_its_window_is_used_up():
 def test_what_is_stale_after_all_is_dropped_and_replaced():
     # Restored groups may be older than the bound allows: their tokens were sampled before the checkpoint.
     config = make_config(groups_per_step=2, max_lag=1, steps=10)
-    kept = {"next_index": 12, "live": [8, 9], "num_stale": 0, "num_zero_variance": 0, "num_failed": 0, "evaluated": -1}
+    kept = {
+        "next_index": 12,
+        "live": [8, 9],
+        "versions": [3, 3],
+        "num_stale": 0,
+        "num_zero_variance": 0,
+        "num_failed": 0,
+        "evaluated": -1,
+    }
     world = World(config, random.Random(0), state=c.start(config, 5, kept), first_step=5)
     assert list(world.submitted) == [8, 9, 12, 13]
     world.finished[8] = 3
@@ -375,7 +423,7 @@ def test_settings_change_at_any_moment_and_nothing_is_lost_repeated_or_too_old(d
     go_on(first, data.draw(st.integers(0, 30)))
     step, snapshot = first.snapshots[-1] if first.snapshots else (0, None)
     tuned = replace(config, **vars(data.draw(knobs_for(config.max_lag))))
-    second = World(tuned, rng, barren, state=c.start(tuned, step, snapshot), first_step=step)
+    second = World(tuned, rng, barren, state=c.start(tuned, step, snapshot), first_step=step, is_retuned=True)
     go_on(second, data.draw(st.integers(0, 20)))
     if second.ended is None:
         second.retune(data.draw(knobs_for(config.max_lag)))
@@ -385,8 +433,10 @@ def test_settings_change_at_any_moment_and_nothing_is_lost_repeated_or_too_old(d
     trained = [i for batch in first.batches[:step] for i in batch] + [i for batch in second.batches for i in batch]
     assert len(trained) == len(set(trained))
     gone = {i for w in (first, second) for groups in w.dropped.values() for i in groups}
-    assert set(range(max(trained, default=-1) + 1)) <= set(trained) | gone | set(second.running) | set(second.finished)
-    assert max(first.lags + second.lags, default=0) <= config.max_lag
+    assert set(range(max(trained, default=-1) + 1)) <= set(trained) | gone | set(second.running) | set(second.cut) | set(
+        second.finished
+    )
+    assert max(first.lags + second.lags, default=0) <= 3
 
 
 def test_a_finished_group_that_the_queue_has_no_place_for_holds_its_worker():

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxrl.data import Episode, Group, Source, Trajectory
-from jaxrl.pipeline import groups
-from jaxrl.pipeline.groups import JournalWriter
+from jaxrl.pipeline import journal_writer
 from jaxrl.pipeline.journal import JournalError, open_journal
+from jaxrl.pipeline.journal_writer import JournalWriter
 from jaxrl.rollout.partial import Increment, Recorder
 from jaxrl.rollout.protocol import Completion, SampledTokens, SamplingParams
 
@@ -50,7 +50,7 @@ def recorded(folder) -> dict[int, int]:
 
 
 def test_one_write_a_second_for_all_and_none_without_news(tmp_path, monkeypatch):
-    monkeypatch.setattr(groups, "PARTIAL_SECONDS", 0.05)
+    monkeypatch.setattr(journal_writer, "PARTIAL_SECONDS", 0.05)
 
     async def main():
         spy = Spy(tmp_path)
@@ -67,8 +67,8 @@ def test_one_write_a_second_for_all_and_none_without_news(tmp_path, monkeypatch)
         assert recorded(tmp_path) == {0: 5, 2: 3, 3: 3, 4: 3}
         await asyncio.sleep(0.2)
         assert len(spy.writes) == 2
-        monkeypatch.setattr(groups, "PARTIAL_TOKENS", 10)
-        monkeypatch.setattr(groups, "PARTIAL_SECONDS", 3600.0)
+        monkeypatch.setattr(journal_writer, "PARTIAL_TOKENS", 10)
+        monkeypatch.setattr(journal_writer, "PARTIAL_SECONDS", 3600.0)
         writer.add(2, 0, Increment(KEY, b"", 3, tokens(20), None))
         await asyncio.sleep(0.2)
         assert spy.writes[2:] == [(0, 1)]
@@ -80,7 +80,7 @@ def test_one_write_a_second_for_all_and_none_without_news(tmp_path, monkeypatch)
 
 
 def test_a_disk_that_refuses_ends_the_generations_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(groups, "PARTIAL_SECONDS", 0.01)
+    monkeypatch.setattr(journal_writer, "PARTIAL_SECONDS", 0.01)
 
     class Full(Spy):
         def append(self, *groups, partials=()):
@@ -175,7 +175,7 @@ def same_distribution(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def test_ten_kills_do_not_change_how_long_answers_are(tmp_path, monkeypatch):
-    monkeypatch.setattr(groups, "PARTIAL_SECONDS", 0.005)
+    monkeypatch.setattr(journal_writer, "PARTIAL_SECONDS", 0.005)
     whole = lengths(tmp_path / "whole", 0, 0, True)
     continued = lengths(tmp_path / "continued", 1, NUM_KILLS, True)
     restarted = lengths(tmp_path / "restarted", 2, NUM_KILLS, False)

@@ -117,7 +117,7 @@ def test_help_explains_every_key():
     for path, _, field in leaves(Config):
         assert f"--{'.'.join(path)} " in text
         assert field.description.split()[0] in text
-    assert "--sft.batch_size INT [64]" in text and "--pipeline.mode sync|async|inflight [sync]" in text
+    assert "--sft.batch_size INT [64]" in text and "--pipeline.mode sync|periodic|partial|async|inflight [sync]" in text
 
 
 def test_resolved_config_reads_back_the_same():
