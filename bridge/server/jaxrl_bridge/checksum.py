@@ -8,8 +8,19 @@ import torch
 PIECE = 1 << 23  # words summed at a time: what is needed beside the tensor is two buffers of 32 MiB
 
 
+def checksums(tensors: list[torch.Tensor]) -> list[int]:
+    """The checksum of every tensor, integers from 0 to 2^32 - 1. Waits for the device once."""
+    if tensors[0].is_cuda and all(tensor.nbytes % 4 == 0 and tensor.data_ptr() % 4 == 0 for tensor in tensors):
+        from jaxrl_bridge import checksum_kernel  # needs Triton, which vLLM brings where there is a GPU
+
+        totals = checksum_kernel.checksums(tensors)
+    else:
+        totals = torch.stack([checksum(tensor) for tensor in tensors])
+    return [total & 0xFFFFFFFF for total in totals.tolist()]
+
+
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """The checksum as an int64 scalar on the tensor's device (no wait for the device); see `value`.
+    """The checksum, equal modulo 2^32, as an int64 scalar on the tensor's device (no wait for the device).
 
     The tensor must be contiguous. Bytes past the last whole word are padded with zeros.
     """
@@ -31,11 +42,6 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
             total += odd.mul_(piece).sum(dtype=torch.int64)
             start += piece.numel()
     return total
-
-
-def value(total: int) -> int:
-    """What `checksum` stands for once it is read: an integer from 0 to 2^32 - 1."""
-    return total & 0xFFFFFFFF
 
 
 def _signed(number: int) -> int:

@@ -7,6 +7,7 @@ data. A failure is an answer too ({"error": ..}), so that the gateway hears of e
 import base64
 import functools
 import logging
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +17,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from jaxrl_bridge import names
-from jaxrl_bridge.checksum import checksum, value
+from jaxrl_bridge.checksum import checksums
+from jaxrl_bridge.copies import Recorder
 from jaxrl_bridge.errors import BridgeError
 from jaxrl_bridge.sources import Sources, num_bytes
 
@@ -193,10 +195,21 @@ class BridgeWorker:
                 # A reload by layer holds on to tensors until their layer is complete, longer than the source may be read.
                 yield name, tensor if in_place else tensor.clone()
 
-        try:
-            loaded = model.load_weights(named())  # all at once: a call looks at every parameter of the model first
-        except Exception as error:
-            raise BridgeError("mismatch", f"vLLM cannot load {name}: {type(error).__name__}: {error}") from error
+        known = self.__dict__.setdefault("bridge_copies", {})
+        key = tuple((entry["name"], tensor.dtype, tensor.shape) for entry, tensor in zip(bucket, tensors, strict=True))
+        copies = known.get(key)
+        if copies is not None and copies.fit(model):
+            copies.repeat(tensors)
+            loaded = copies.loaded
+        else:
+            recorder = Recorder(tensors) if in_place and (copies is not None or key not in known) else None
+            try:
+                with recorder or nullcontext():
+                    loaded = model.load_weights(named())  # all at once: a call looks at every parameter of the model first
+            except Exception as error:
+                raise BridgeError("mismatch", f"vLLM cannot load {name}: {type(error).__name__}: {error}") from error
+            if recorder is not None:
+                known[key] = recorder.copies(model, loaded)
         incoming.loaded = None if loaded is None or incoming.loaded is None else incoming.loaded | loaded
 
     def bridge_wait(self) -> None:
@@ -224,11 +237,10 @@ def _compare(model: torch.nn.Module, model_config, tensor_parallel: int, specs: 
 
 
 def _verify(bucket: list[dict], tensors: list[torch.Tensor]) -> None:
-    """Raises BridgeError (mismatch) unless every checksum is right. One wait for the device for the whole bucket."""
-    sums = torch.stack([checksum(tensor) for tensor in tensors]).tolist()
-    for entry, total in zip(bucket, sums, strict=True):
-        if value(total) != entry["checksum"]:
-            raise BridgeError("mismatch", f"{entry['name']} has checksum {value(total)}, the trainer sent {entry['checksum']}")
+    """Raises BridgeError (mismatch) unless every checksum is right."""
+    for entry, total in zip(bucket, checksums(tensors), strict=True):
+        if total != entry["checksum"]:
+            raise BridgeError("mismatch", f"{entry['name']} has checksum {total}, the trainer sent {entry['checksum']}")
 
 
 def _repack_tied_head(model: torch.nn.Module) -> None:
