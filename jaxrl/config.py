@@ -90,7 +90,10 @@ class SamplerConfig(_Table):
     )
     slots: int = Field(default=64, ge=1, description="Sequences decoded at once; of vLLM, by each server.")
     max_length: int = Field(default=1024, ge=2, description="Most tokens of a sequence, prompt included.")
-    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Dtype of the sampler's weights and KV cache.")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        default="float32",
+        description="Dtype of the sampler's weights and KV cache. float16 (vllm): eight times finer than bfloat16, up to 65,504.",
+    )
     page_size: int = Field(default=16, ge=1, description="embedded: tokens per page of the KV cache.")
     pages: int = Field(default=0, ge=0, description="embedded: pages of the KV cache; 0: enough for every slot at max_length.")
     prefill_chunk: int = Field(default=128, ge=1, description="embedded: prompt tokens computed per prefill step.")
@@ -415,6 +418,8 @@ def _check_combinations(config: Config) -> None:
         )
     if sampler.kind == "vllm":
         _check_vllm(config)
+    elif sampler.dtype == "float16":
+        raise ConfigError("sampler.dtype", 'float16 is for sampler.kind = "vllm": use bfloat16 or float32')
     for key, why in _without_effect(config):
         if _value(config, key) != _default(key):
             raise ConfigError(key, f"has no effect with {why}: leave it out")

@@ -56,6 +56,7 @@ def test_one_word_is_all_that_a_user_changes():
         ("sampler.pages", {"kind": "vllm", "pages": 200}, {}),
         ("sampler.memory", {"kind": "embedded", "memory": 0.7}, {}),
         ("sampler.cache", {"cache": "keep"}, {}),
+        ("sampler.dtype", {"dtype": "float16"}, {}),
         ("sampler.replicas", {"kind": "vllm", "replicas": 2, "urls": ["http://localhost:1"]}, {}),
         ("sampler.urls", {"kind": "vllm", "urls": ["http://10.1.2.3:8000"]}, {}),
         ("sampler.urls", {"kind": "vllm", "urls": ["127.0.0.1:8000"]}, {}),
