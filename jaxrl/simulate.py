@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
             replicas=options.replicas or machine.replicas,
             concurrency=config.env.concurrency,
         )
-        workload = replace(workload, group_size=config.pipeline.group_size)
+        workload = replace(workload, group_size=config.pipeline.group_size, extra=config.pipeline.extra_episodes)
         predicted = predict(controller_config(config), workload, machine)
     except (ConfigError, CalibrationError, SimulatedFailure) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -79,7 +79,8 @@ async def run_group(
 
     async with asyncio.TaskGroup() as group:
         running = [group.create_task(one(k)) for k in range(started)]
-    await asyncio.gather(*progress.writes.values())
+    if progress.writes:
+        await asyncio.wait(progress.writes.values())  # of the episodes left out too
     chosen = _chosen(progress.episodes.values(), wanted, started)
     assert chosen is not None, f"group {index} ended without its episodes"
     kept = {episode.index for episode in chosen}

@@ -10,41 +10,14 @@ Left out: prefill (in the decode curve, where it was calibrated), what a prefix 
 """
 
 import heapq
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from jaxrl.pipeline import controller as c
 from jaxrl.pipeline.events import ControllerConfig, Knobs, Retune
-from jaxrl.pipeline.workload import Curve, DrawnGroup, Machine, Workload, draw_group
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """What a step says of both sides, since the one before ended. A real run can measure all of it."""
-
-    step: int  # optimizer steps done with it
-    time: float  # seconds, at its end
-    seconds: float
-    wait_seconds: float  # the trainer had nothing to train on
-    train_seconds: float
-    publish_seconds: float
-    num_groups: int
-    num_trained: int  # trained tokens
-    num_placed: int  # tokens in rows
-    num_batches: int
-    lags: tuple[int, ...]  # of the groups, by their oldest token
-    num_sampled: int  # tokens
-    running: float  # mean sequences being decoded
-    busy: float  # mean replicas that decode any
-    waiting: float  # mean calls that wait for a slot
-    in_tools: float  # mean calls an environment is at
-    blocked: float  # share of the time in which a finished group held its worker because the queue was full
-    held: float  # share of the time in which the lag kept workers without a group
-    num_stale: int  # groups dropped
-    num_barren: int
-    finished: tuple[DrawnGroup, ...] = field(repr=False)  # groups that ended, whatever became of them
-    trained: tuple[DrawnGroup, ...] = field(repr=False)
+from jaxrl.pipeline.first_to_end import first_to_end
+from jaxrl.pipeline.step_record import StepRecord
+from jaxrl.pipeline.workload import DrawnGroup, Machine, Workload, draw_group, interpolate, restrict
 
 
 class SimulatedFailure(Exception):
@@ -59,6 +32,8 @@ class _Episode:
     group: int
     number: int
     call: int = 0
+    left: float | None = None  # tokens of the call that a cut left; None: all
+    is_stopped: bool = False  # what was announced of it is void
 
 
 @dataclass(eq=False)
@@ -67,15 +42,6 @@ class _Replica:
     at: float = 0.0  # when the clock was set, seconds
     stamp: int = 0  # of the event that announces its next end; older ones are void
     ends: list[tuple[float, int, _Episode]] = field(default_factory=list)  # heap by clock
-
-
-def interpolate(curve: Curve, x: float) -> float:
-    """The curve at x; the first value before it, the last slope after it."""
-    if x <= curve[0][0] or len(curve) == 1:
-        return curve[0][1]
-    k = min(bisect_right(curve, (x,)), len(curve) - 1)
-    (x0, y0), (x1, y1) = curve[k - 1], curve[k]
-    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
 class Simulation:
@@ -95,10 +61,11 @@ class Simulation:
         self._free = [(0, r) for r in range(machine.replicas)]  # heap by sequences; an entry that is out of date is skipped
         self._decode = [interpolate(machine.decode, b) for b in range(machine.slots + 1)]
         self._waiting: list[tuple[int, int, _Episode]] = []  # calls without a slot, heap by group
-        self._queued: list[tuple[int, int]] = []  # episodes over the concurrency, heap
+        self._queued: list[tuple[int, int, _Episode]] = []  # episodes over the concurrency, heap
         self._in_progress = 0
         self._groups: dict[int, DrawnGroup] = {}
-        self._left: dict[int, int] = {}  # episodes to come
+        self._episodes: dict[int, list[_Episode]] = {}  # of a group, that have not ended
+        self._ended: dict[int, list[tuple[int, bool]]] = {}  # number and success of the others, as they ended
         self._oldest: dict[int, int] = {}  # version of the first token of a group
         self._lag_from: dict[int, int] = {}  # the same of finished groups
         self._draining: tuple[int, float] | None = None  # version to publish once no call runs, and when that began
@@ -121,6 +88,13 @@ class Simulation:
             time, _, handler, arguments = heapq.heappop(self._events)
             self._pass(time)
             handler(*arguments)
+            if (
+                self.controller.config.publish == "pull"
+                and not self._waiting
+                and not self.controller.wanted
+                and self.ended is None
+            ):
+                self._give(c.WeightsWanted())
         return self.records
 
     # Time.
@@ -164,6 +138,8 @@ class Simulation:
         match action:
             case c.SubmitGroup(index):
                 self._submit(index)
+            case c.CutGroup(index):
+                self._episodes[index] = self._stop(index)
             case c.DropGroup(index, _):
                 self._groups.pop(index, None)
                 self._lag_from.pop(index, None)
@@ -190,16 +166,58 @@ class Simulation:
     # The sampler and the environments.
 
     def _submit(self, index: int) -> None:
-        self._groups[index] = draw_group(self.workload, self.seed, index, self.controller.step)
-        self._left[index] = self.workload.group_size
-        for number in range(self.workload.group_size):
-            heapq.heappush(self._queued, (index, number))
+        if index not in self._groups:
+            self._groups[index] = draw_group(self.workload, self.seed, index, self.controller.step)
+            self._ended[index] = []
+            self._episodes[index] = [_Episode(index, k) for k in range(self.workload.group_size + self.workload.extra)]
+        for episode in self._episodes[index]:
+            heapq.heappush(self._queued, (index, episode.number, episode))
         self._start_episodes()
+
+    def _stop(self, index: int) -> list[_Episode]:
+        """Takes the group's episodes out of the sampler and the environments. Returns them as they go on: a call
+        behind its tokens; a tool that was at work is asked again."""
+        stopped, going_on = self._episodes.pop(index), {}
+        for episode in stopped:
+            episode.is_stopped = True
+            going_on[episode.number] = _Episode(index, episode.number, episode.call, episode.left)
+        num_queued = len(self._queued)
+        self._queued = [entry for entry in self._queued if not entry[2].is_stopped]
+        self._in_progress -= len(stopped) - (num_queued - len(self._queued))
+        self._waiting = [entry for entry in self._waiting if not entry[2].is_stopped]
+        heapq.heapify(self._queued)
+        heapq.heapify(self._waiting)
+        for which, replica in enumerate(self._replicas):
+            if not any(episode.is_stopped for _, _, episode in replica.ends):
+                continue
+            self._advance(replica)
+            for end, _, episode in replica.ends:
+                if episode.is_stopped:
+                    left = max(0.0, end - replica.clock)
+                    self._num_sampled += round(self._call_tokens(episode) - left)
+                    going_on[episode.number].left = left
+                    self._num_running -= 1
+            replica.ends = [entry for entry in replica.ends if not entry[2].is_stopped]
+            heapq.heapify(replica.ends)
+            heapq.heappush(self._free, (len(replica.ends), which))
+            self._num_busy -= not replica.ends
+            self._announce(which)
+        self._drained()
+        self._start_episodes()
+        self._start_calls()
+        self._share()
+        return [going_on[number] for number in sorted(going_on)]
+
+    def _call_tokens(self, episode: _Episode) -> float:
+        """That the call samples from its start, or from where a cut left it, on."""
+        return (
+            float(self._groups[episode.group].lengths[episode.number, episode.call]) if episode.left is None else episode.left
+        )
 
     def _start_episodes(self) -> None:
         while self._queued and self._in_progress < self.machine.concurrency:
             self._in_progress += 1
-            self._call(_Episode(*heapq.heappop(self._queued)))
+            self._call(heapq.heappop(self._queued)[2])
 
     def _call(self, episode: _Episode) -> None:
         self._count += 1
@@ -221,8 +239,8 @@ class Simulation:
             self._oldest.setdefault(group, self.controller.published)
             self._advance(replica)
             self._count += 1
-            tokens = self._groups[group].lengths[episode.number, episode.call] if group in self._groups else 1
-            heapq.heappush(replica.ends, (replica.clock + float(tokens), self._count, episode))
+            tokens = self._call_tokens(episode) if group in self._groups else 1.0
+            heapq.heappush(replica.ends, (replica.clock + tokens, self._count, episode))
             self._num_running += 1
             self._num_busy += number == 0
             if number + 1 < self.machine.slots:
@@ -259,7 +277,8 @@ class Simulation:
         self._announce(which)
         group = self._groups.get(episode.group)
         if group is not None:
-            self._num_sampled += int(group.lengths[episode.number, episode.call])
+            self._num_sampled += round(self._call_tokens(episode))
+            episode.left = 0.0
             self._in_tools += 1
             self._at(float(group.latencies[episode.number, episode.call]), self._answered, episode)
         self._drained()
@@ -268,7 +287,10 @@ class Simulation:
 
     def _answered(self, episode: _Episode) -> None:
         self._in_tools -= 1
+        if episode.is_stopped:
+            return
         episode.call += 1
+        episode.left = None
         if episode.group in self._groups and episode.call < self.workload.calls:
             self._call(episode)
             return
@@ -276,18 +298,28 @@ class Simulation:
         self._start_episodes()
         if episode.group not in self._groups:
             return
-        self._left[episode.group] -= 1
-        if self._left[episode.group]:
-            return
-        del self._left[episode.group]
-        group, oldest = self._groups[episode.group], self._oldest.pop(episode.group)
+        self._episodes[episode.group].remove(episode)
+        ended = self._ended[episode.group]
+        ended.append((episode.number, not self._groups[episode.group].failed[episode.number]))
+        wanted = self.workload.group_size
+        kept = first_to_end([succeeded for _, succeeded in ended], wanted, wanted + self.workload.extra)
+        if kept is not None:
+            self._group_ended(episode.group, [ended[place][0] for place in kept])
+
+    def _group_ended(self, index: int, kept: Sequence[int]) -> None:
+        if self._episodes[index]:
+            self._stop(index)
+        self._episodes.pop(index, None)
+        del self._ended[index]
+        group = self._groups[index] = restrict(self.workload, self._groups[index], kept)
+        oldest = self._oldest.pop(index)
         self._finished.append(group)
         if group.failed.all():
-            del self._groups[episode.group]
-            self._give(c.GroupFailed(episode.group, "simulated failure"))
+            del self._groups[index]
+            self._give(c.GroupFailed(index, "simulated failure"))
         else:
-            self._lag_from[episode.group] = oldest
-            self._give(c.GroupFinished(episode.group, oldest, not group.is_barren))
+            self._lag_from[index] = oldest
+            self._give(c.GroupFinished(index, oldest, not group.is_barren))
 
     # The trainer's side.
 

@@ -4,6 +4,7 @@ Everything random of a group depends on the seed and the group's index alone, so
 settings answer the same tasks with the same answers.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,6 +21,7 @@ class Workload:
 
     lengths: Quantiles  # tokens sampled per model call
     group_size: int
+    extra: int = 0  # more episodes of a group that are started; the first group_size to end are kept
     latencies: Quantiles = (0.0, 0.0)  # seconds the environment takes after a call
     calls: int = 1  # model calls of an episode
     prompt_tokens: float = 0.0  # stored once per group
@@ -58,14 +60,23 @@ class Machine:
 
 @dataclass(frozen=True)
 class DrawnGroup:
-    """Arrays [group_size, calls]."""
+    """Arrays [group_size + extra, calls], and [group_size, calls] once the group has ended."""
 
     lengths: np.ndarray  # whole tokens, at least 1
     latencies: np.ndarray  # seconds
-    failed: np.ndarray  # bool [group_size]
+    failed: np.ndarray  # bool [episodes]
     is_barren: bool
     tokens: int  # unique, of the episodes that did not fail, prompt and context included
     trained: int  # sampled tokens of those
+
+
+def interpolate(curve: Curve, x: float) -> float:
+    """The curve at x; the first value before it, the last slope after it."""
+    if x <= curve[0][0] or len(curve) == 1:
+        return curve[0][1]
+    k = min(bisect_right(curve, (x,)), len(curve) - 1)
+    (x0, y0), (x1, y1) = curve[k - 1], curve[k]
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
 def from_quantiles(quantiles: Sequence[float], uniform: np.ndarray) -> np.ndarray:
@@ -82,14 +93,25 @@ def draw_group(workload: Workload, seed: int, index: int, step: int) -> DrawnGro
 @lru_cache(maxsize=4096)  # settings that are compared answer the same groups
 def _draw(w: Workload, seed: int, index: int, factor: float) -> DrawnGroup:
     rng = np.random.default_rng((seed, index))
-    shape = (w.group_size, w.calls)
+    episodes = w.group_size + w.extra
+    shape = (episodes, w.calls)
     uniform = rng.random((3, *shape))
     lengths = np.maximum(1, np.rint(from_quantiles(w.lengths, uniform[0]) * factor)).astype(np.int64)
     latencies = from_quantiles(w.latencies, uniform[1]) + (uniform[2] < w.stragglers) * w.straggler_seconds
-    chance = rng.random(w.group_size + 1)
-    failed = chance[1:] < w.failing
+    chance = rng.random(episodes + 1)
+    return _count(w, lengths, latencies, chance[1:] < w.failing, bool(chance[0] < w.barren))
+
+
+def restrict(workload: Workload, group: DrawnGroup, kept: Sequence[int]) -> DrawnGroup:
+    """The group of these episodes."""
+    if len(kept) == len(group.lengths):
+        return group
+    kept = sorted(kept)
+    return _count(workload, group.lengths[kept], group.latencies[kept], group.failed[kept], group.is_barren)
+
+
+def _count(w: Workload, lengths: np.ndarray, latencies: np.ndarray, failed: np.ndarray, is_barren: bool) -> DrawnGroup:
     trained = int(lengths[~failed].sum())
     context = w.context_tokens * (w.calls - 1) * int((~failed).sum())
-    return DrawnGroup(
-        lengths, latencies, failed, bool(chance[0] < w.barren), int(w.prompt_tokens + context + w.stored * trained), trained
-    )
+    tokens = int(w.prompt_tokens + context + w.stored * trained)
+    return DrawnGroup(lengths, latencies, failed, is_barren, tokens, trained)

@@ -8,8 +8,8 @@ import pytest
 
 from jaxrl.pipeline.calibration import CalibrationError, read_steps
 from jaxrl.pipeline.events import ControllerConfig
-from jaxrl.pipeline.simulator import interpolate, simulate
-from jaxrl.pipeline.workload import Machine, Workload
+from jaxrl.pipeline.simulator import simulate
+from jaxrl.pipeline.workload import Machine, Workload, interpolate
 from jaxrl.simulate import main, predict
 
 SAME = Workload(lengths=(100.0, 100.0), group_size=2)
@@ -61,6 +61,51 @@ def test_a_plain_async_publish_waits_for_running_calls_and_lag_counts_from_the_f
     records = simulate(config(mode="async", max_lag=3, steps=30, workers=8), workload, PLAIN)
     assert max(r.publish_seconds for r in records) > 0
     assert max(lag for r in records for lag in r.lags) <= 3
+
+
+def test_a_period_trains_while_its_groups_run_and_publishes_once():
+    """Two groups of 100 and 300 tokens: the first step runs beside the second group's last 2 s."""
+    workload = Workload(lengths=(100.0, 300.0), group_size=1)
+    machine = replace(PLAIN, publish_seconds=1.0)
+    run = replace(config(), mode="periodic", publish_every=2, groups_per_step=1, steps=6)
+    records = simulate(run, workload, machine)
+    assert [r.lags for r in records] == [(0,), (1,)] * 3
+    for first, second, third in zip(records[::2], records[1::2], records[2::2], strict=False):
+        short, long = (max(int(g.lengths[0, 0]) for g in r.trained) for r in (first, second))
+        assert second.seconds == pytest.approx(max(0.0, (long - short) * 0.01 - 2.0) + 2.0)
+        assert second.publish_seconds == 0 and third.publish_seconds == pytest.approx(1.0)
+
+
+def test_partial_cuts_what_runs_and_continues_it_where_it_was():
+    workload = Workload(lengths=(50.0, 800.0), group_size=1)
+    run = config(mode="partial", groups_per_step=2, max_lag=2, workers=4, steps=30)
+    records = simulate(run, workload, PLAIN)
+    trained = [g for r in records for g in r.trained]
+    assert len(trained) == 60 and max(lag for r in records for lag in r.lags) == 2
+    # Every token is sampled once, however often its group was cut; what is left over had begun and was not needed.
+    extra = sum(r.num_sampled for r in records) - sum(int(g.lengths.sum()) for g in trained)
+    assert 0 <= extra < 4 * 800
+    waits = np.mean([r.seconds for r in simulate(replace(run, mode="sync", workers=0), workload, PLAIN)])
+    assert np.mean([r.seconds for r in records]) < waits
+
+
+def test_extra_episodes_keep_the_first_to_end_and_favour_short_ones():
+    workload = Workload(lengths=(50.0, 800.0), group_size=4)
+    plain = simulate(config(mode="periodic", steps=20), workload, PLAIN)
+    more = simulate(config(mode="periodic", steps=20), replace(workload, extra=2), replace(PLAIN, slots=64))
+    lengths = [np.concatenate([g.lengths.ravel() for r in records for g in r.trained]) for records in (plain, more)]
+    assert len(lengths[0]) == len(lengths[1]) == 20 * 16
+    assert lengths[1].mean() < 0.85 * lengths[0].mean()
+    assert sum(r.num_sampled for r in more) > lengths[1].sum()
+
+
+def test_a_sampler_that_pulls_takes_weights_when_no_call_waits():
+    workload = Workload(lengths=(50.0, 400.0), group_size=4)
+    pull = config(mode="inflight", max_lag=3, steps=30, workers=8, publish="pull")
+    records = simulate(pull, workload, replace(PLAIN, batch_seconds=0.5, publish_seconds=0.2))
+    pushed = simulate(replace(pull, publish="push"), workload, replace(PLAIN, batch_seconds=0.5, publish_seconds=0.2))
+    assert max(lag for r in records for lag in r.lags) <= 3
+    assert sum(r.publish_seconds > 0 for r in records) < sum(r.publish_seconds > 0 for r in pushed)
 
 
 def test_curves_run_on_by_their_last_slope():
