@@ -93,9 +93,11 @@ class ServerApi:
         cache: str,
         staged: bool = False,
         force: bool = False,
+        group: Mapping[str, Any] | None = None,
         timeout: float = WORK_SECONDS,
     ) -> str:
-        """Opens a publish and returns its id. `manifest`: {"tensors": [{"name", "shape", "dtype"}, ..]}.
+        """Opens a publish and returns its id. `manifest`: {"tensors": [{"name", "shape", "dtype"}, ..]}. `group`, of the
+        transport nccl: {"unique_id", "world_size"}.
         Raises Mismatch naming a tensor, Busy, VersionRefused."""
         body = {
             "version": version,
@@ -105,6 +107,7 @@ class ServerApi:
             "cache": cache,
             "staged": staged,
             "force": force,
+            **(group or {}),
         }
         return (await self._call("POST", "/bridge/publish/begin", body, timeout=timeout))["publish_id"]
 
@@ -129,13 +132,26 @@ class ServerApi:
         body = {"tensors": list(tensors), "source": source}
         await self._call("POST", f"/bridge/publish/{publish_id}/bucket", body, timeout=timeout)
 
-    async def commit(self, publish_id: str, *, timeout: float = WORK_SECONDS) -> dict[str, Any]:
-        """Makes the version the served one. Returns {"version", "num_bytes", "num_continued", "seconds", "stop_seconds"}."""
-        return await self._call("POST", f"/bridge/publish/{publish_id}/commit", {}, timeout=timeout)
+    async def commit(
+        self,
+        publish_id: str,
+        tensors: Sequence[Mapping[str, Any]] = (),
+        source: Mapping[str, Any] | None = None,
+        *,
+        timeout: float = WORK_SECONDS,
+    ) -> dict[str, Any]:
+        """Makes the version the served one, with a last bucket if there are `tensors`. Returns {"version", "num_bytes",
+        "num_continued", "seconds", "stop_seconds"}."""
+        body = {"tensors": list(tensors), "source": source} if tensors else {}
+        return await self._call("POST", f"/bridge/publish/{publish_id}/commit", body, timeout=timeout)
 
     async def abort(self, publish_id: str, *, timeout: float = REPLY_SECONDS) -> None:
         """Gives a publish up: the old version goes on, or the server stays quarantined if tensors were loaded already."""
         await self._call("POST", f"/bridge/publish/{publish_id}/abort", {}, timeout=timeout)
+
+    async def probe(self, path: str, token: str) -> bool:
+        """Whether the server reads `token` in the file `path`. Raises BadRequest when it may not or cannot."""
+        return (await self._call("POST", "/bridge/probe", {"path": path, "token": token}, timeout=REPLY_SECONDS))["shared"]
 
     async def adapter(self, version: int, path: str, *, timeout: float = WORK_SECONDS) -> dict[str, Any]:
         """The PEFT folder `path` serves requests from now on as `version`."""

@@ -36,8 +36,41 @@ def call(function: str, *arguments: Any) -> Any:
 
 
 def select(x: jax.Array) -> None:
-    """Makes x's device this thread's. Its index is JAX's local one: both number the visible devices."""
-    call("cudaSetDevice", next(iter(x.devices())).local_hardware_id)
+    """Makes x's device this thread's."""
+    select_device(next(iter(x.devices())))
+
+
+def select_device(device: jax.Device) -> None:
+    """Its index is JAX's local one: both number the visible devices."""
+    call("cudaSetDevice", device.local_hardware_id)
+
+
+def new_stream() -> int:
+    """A stream of this thread's device that waits for no other; it lasts as long as the process."""
+    return int(call("cudaStreamCreateWithFlags", runtime().cudaStreamNonBlocking))
+
+
+def is_done(stream: int) -> bool:
+    """Whether all that was queued there is through."""
+    (status,) = runtime().cudaStreamQuery(stream)
+    if status == runtime().cudaError_t.cudaErrorNotReady:
+        return False
+    if status != runtime().cudaError_t.cudaSuccess:
+        raise SamplerError(f"cudaStreamQuery: {runtime().cudaGetErrorString(status)[1].decode()}")
+    return True
+
+
+def find(uuid: str) -> int | None:
+    """The index of the visible GPU with these hexadecimal digits."""
+    for index in range(call("cudaGetDeviceCount")):
+        if bytes(call("cudaGetDeviceProperties", index).uuid.bytes)[:16].hex() == uuid:
+            return index
+    return None
+
+
+def are_peers(reader: int, owner: int) -> bool:
+    """Whether one GPU can read the other's memory."""
+    return bool(call("cudaDeviceCanAccessPeer", reader, owner))
 
 
 def page_lock(x: np.ndarray) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from bridge.client.api import ServerApi
 from bridge.client.errors import Mismatch
 from bridge.client.publish import publish
-from bridge.client.transports.choose import host_id, open_transport
+from bridge.client.transports.choose import choose, host_id, open_transport
 from bridge.client.weights import Weights
 from jaxrl.config import LoraConfig, SamplerConfig
 from jaxrl.models.architecture import Architecture
@@ -62,8 +62,8 @@ class Link:
 
     def __init__(self, settings: LinkSettings, api: ServerApi, state: Mapping[str, Any]):
         self._settings, self._api = settings, api
-        config = settings.config
-        self._transport = open_transport(config.transport, state, settings.run_id, api=api, shared_folder=config.shared_folder)
+        self._state, self._transport = state, None
+        choose(settings.config.transport, state, settings.config.shared_folder, api.url)  # what cannot reach is said here
         self._adapters: deque[Path] = deque()
         self._adapter_prefix = _adapter_prefix(settings, api, state) if settings.lora is not None else None
         self._has_base = False
@@ -87,19 +87,24 @@ class Link:
         return PublishReport(version, num_bytes, time.monotonic() - began, 0)
 
     def close(self) -> None:
-        self._transport.close()
+        if self._transport is not None:
+            self._transport.close()
         for folder in self._adapters:
             shutil.rmtree(folder, ignore_errors=True)
 
     async def _send(self, params: Any, version: int, in_flight: bool, force: bool) -> PublishReport:
-        settings = self._settings
+        settings, config = self._settings, self._settings.config
+        if self._transport is None:
+            self._transport = await open_transport(
+                config.transport, self._state, settings.run_id, api=self._api, shared_folder=config.shared_folder
+            )
         check_shapes(params, settings.architecture, self._api.url)
         return await publish(
             self._api,
-            Weights(params, settings.architecture, settings.config.dtype),
+            Weights(params, settings.architecture, config.dtype),
             version,
             in_flight=in_flight,
-            cache=settings.config.cache,
+            cache=config.cache,
             transport=self._transport,
             timeout=PUBLISH_SECONDS,
             force=force,

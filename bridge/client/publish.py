@@ -7,18 +7,22 @@ run in a thread: the event loop goes on.
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, TypeVar
 
 import jax
 
 from bridge.client.api import ServerApi
 from bridge.client.errors import Busy, Mismatch, Quarantined, ServerError
+from bridge.client.transports.nccl import Nccl
 from bridge.client.transports.protocol import Transport
 from bridge.client.weights import Unit, Weights
 from jaxrl.rollout.protocol import PublishReport, SamplerError
 
 ABORT_SECONDS = 10.0
+REASON_SECONDS = 5.0  # in which a server may say why a broadcast failed: it knows better
+
+T = TypeVar("T")
 
 
 async def publish(
@@ -59,7 +63,7 @@ async def _once(
 ) -> PublishReport:
     began = time.monotonic()
     limit = await asyncio.to_thread(transport.begin, weights.num_bytes, weights.largest_unit)
-    publish_id = await api.begin(
+    opening = api.begin(
         version,
         weights.manifest(),
         transport.name,
@@ -67,10 +71,11 @@ async def _once(
         cache=cache,
         staged=transport.staged,
         force=force,
+        group=transport.group if isinstance(transport, Nccl) else None,
     )
+    publish_id = await _met(transport, opening)
     try:
-        await _send(api, publish_id, _buckets(weights, limit), transport)
-        report = await api.commit(publish_id)
+        report = await _send(api, publish_id, _buckets(weights, limit), transport)
     except BaseException as error:
         with contextlib.suppress(ServerError, TimeoutError):  # it gives the publish up by itself when nothing more comes
             await asyncio.wait_for(api.abort(publish_id), ABORT_SECONDS)
@@ -81,23 +86,46 @@ async def _once(
     return PublishReport(version, report["num_bytes"], seconds, report["num_continued"], report["stop_seconds"])
 
 
-async def _send(api: ServerApi, publish_id: str, buckets: Iterator[list[Unit]], transport: Transport) -> None:
+async def _send(api: ServerApi, publish_id: str, buckets: Iterator[list[Unit]], transport: Transport) -> dict[str, Any]:
+    """What `commit` reports. The last bucket goes with it: most models are one bucket, and each call waits for a step of vLLM."""
     reading: asyncio.Task[None] | None = None
     try:
-        number = 0
-        while (units := await _in_thread(next, buckets, None)) is not None:
-            if reading is not None and transport.name == "http":  # it has one area
+        number, units = 0, await _in_thread(next, buckets)
+        while True:
+            if reading is not None and transport.name in ("http", "nccl"):  # one area, one broadcast at a time
                 await reading
             source, entries = await _in_thread(_put, transport, number, units, publish_id)
             if reading is not None:
                 await reading
-            reading = asyncio.create_task(api.bucket(publish_id, entries, source))
+            if (units := await _in_thread(next, buckets, None)) is None:
+                return await _met(transport, api.commit(publish_id, entries, source))
+            reading = asyncio.create_task(_met(transport, api.bucket(publish_id, entries, source)))
             number += 1
-        if reading is not None:
-            await reading
     finally:
         if reading is not None and not reading.done():
             reading.cancel()
+
+
+async def _met(transport: Transport, request: Coroutine[Any, Any, T]) -> T:
+    """The request's answer. A broadcast moves only while both sides take part in it, so the trainer's part goes on beside the
+    request; when either fails the group is left, which ends the other."""
+    if not isinstance(transport, Nccl):
+        return await request
+    answer, meeting = asyncio.ensure_future(request), asyncio.ensure_future(asyncio.to_thread(transport.meet))
+    try:
+        await asyncio.wait([answer, meeting], return_when=asyncio.FIRST_EXCEPTION)
+        if not answer.done():
+            await asyncio.wait([answer], timeout=REASON_SECONDS)
+        if answer.done() and answer.exception() is not None:
+            raise answer.exception()
+        await meeting
+        return answer.result()
+    except BaseException:
+        answer.cancel()
+        await asyncio.shield(asyncio.to_thread(transport.close))
+        await asyncio.wait([answer, meeting])
+        meeting.exception()  # it was read
+        raise
 
 
 async def _in_thread(function: Callable[..., Any], *arguments: Any) -> Any:

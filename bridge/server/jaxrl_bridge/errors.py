@@ -7,6 +7,7 @@ STATUS = {
     "version": 409,
     "quarantined": 503,
     "engine_dead": 503,
+    "timeout": 504,
     "internal": 500,
 }
 

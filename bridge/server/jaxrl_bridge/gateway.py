@@ -19,6 +19,7 @@ from jaxrl_bridge.adapters import Adapters
 from jaxrl_bridge.errors import STATUS, BridgeError
 from jaxrl_bridge.publish import Publisher, tell_version
 from jaxrl_bridge.sessions import LINE_INTERVAL, Session
+from jaxrl_bridge.sources import check_path
 from jaxrl_bridge.streams import REFUSALS, Stream, Streams
 
 logger = logging.getLogger("vllm.jaxrl_bridge")
@@ -87,12 +88,12 @@ class _Bridge:
                 raise BridgeError("engine_dead", f"vLLM's engine died: {error}") from error
             raise BridgeError("internal", f"{method}: {error}") from error
         loading = any(answer.get("loading") for answer in answers)
-        for rank, answer in enumerate(answers):
-            if "error" in answer:
-                where = f" (rank {rank})" if len(answers) > 1 else ""
-                failure = BridgeError(answer["error"]["kind"], answer["error"]["message"] + where)
-                failure.loading = loading
-                raise failure
+        failed = [(rank, answer["error"]) for rank, answer in enumerate(answers) if "error" in answer]
+        for rank, error in sorted(failed, key=lambda item: item[1]["kind"] == "timeout"):  # who waited is not the cause
+            where = f" (rank {rank})" if len(answers) > 1 else ""
+            failure = BridgeError(error["kind"], error["message"] + where)
+            failure.loading = loading
+            raise failure
         return answers[0] | ({"loading": loading} if "loading" in answers[0] else {})
 
     async def handle(self, scope, receive, send) -> None:
@@ -114,9 +115,11 @@ class _Bridge:
             case ("POST", "publish", publish_id, "bucket"):
                 await _json(send, await _checked(self.publisher.bucket, publish_id, await _body(receive)))
             case ("POST", "publish", publish_id, "commit"):
-                await _json(send, await self.publisher.commit(publish_id))
+                await _json(send, await _checked(self.publisher.commit, publish_id, await _body(receive)))
             case ("POST", "publish", publish_id, "abort"):
                 await _json(send, await self.publisher.abort(publish_id))
+            case ("POST", "probe"):
+                await _json(send, await _checked(_probe, await _body(receive)))
             case ("POST", "adapter"):
                 await _json(send, await _checked(self.adapters.load, await _body(receive)))
             case _:
@@ -150,6 +153,8 @@ class _Bridge:
             "lora": self.config.lora_config is not None,
             "host_id": _host_id(),
             "uuid": self.info["uuid"],
+            "nccl": self.info["nccl"],
+            "num_workers": self.config.parallel_config.world_size,
         }
 
     async def open(self, body: dict, left: asyncio.Future) -> Stream | None:
@@ -233,6 +238,19 @@ class _Bridge:
                 return
 
 
+async def _probe(body: dict) -> dict:
+    """Whether the file `path` is here and is `token`: then trainer and server share its folder."""
+    path, token = body["path"], body["token"]
+    if not isinstance(path, str) or not isinstance(token, str):
+        raise BridgeError("bad_request", "path and token must be strings")
+    check_path(path, "file")
+    try:
+        with open(path, "rb") as file:
+            return {"shared": hmac.compare_digest(file.read(len(token) + 1), token.encode())}
+    except OSError as error:
+        raise BridgeError("bad_request", f"{path} cannot be read here: {error.strerror}") from None
+
+
 def _sampling_params(body: dict) -> SamplingParams:
     """Every setting comes from the request: none from the model's generation config or the server's defaults."""
     try:
@@ -302,7 +320,7 @@ async def _body(receive) -> dict:
         if not message.get("more_body"):
             break
     try:
-        body = json.loads(bytes(data))
+        body = json.loads(bytes(data) or b"{}")
     except ValueError as error:
         raise BridgeError("bad_request", f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):

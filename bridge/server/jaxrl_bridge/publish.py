@@ -41,6 +41,7 @@ class Publish:
     num_bytes: int = 0
     num_continued: int = 0
     segment: Segment | None = None  # of the transport http
+    opening: dict | None = None  # what the workers still have to hear of it, with their first bucket
 
 
 class Publisher:
@@ -55,6 +56,7 @@ class Publisher:
         self.quarantined: str | None = None
         self.paused = False
         self._num_publishes = 0
+        self._accepted: dict | None = None  # the manifest that the workers last compared with the model
         self._watcher: asyncio.Task | None = None
 
     async def begin(self, body: dict) -> dict:
@@ -70,14 +72,14 @@ class Publisher:
         self.open = publish  # from here on a second one is refused
         self._watcher = asyncio.create_task(self._watch(publish))
         async with self._step(publish):
-            await self.workers(
-                "bridge_begin",
-                publish.publish_id,
-                publish.manifest,
-                _worker_transport(publish),
-                publish.staged,
-                publish.group,
-            )
+            transport = _worker_transport(publish)
+            if publish.manifest == self._accepted and publish.group is None:  # a call to the workers waits for vLLM's step
+                publish.opening = {"transport": transport, "staged": publish.staged}
+            else:
+                await self.workers(
+                    "bridge_begin", publish.publish_id, publish.manifest, transport, publish.staged, publish.group
+                )
+                self._accepted = publish.manifest
             if publish.transport == "http":
                 publish.segment = Segment(publish.manifest)
             if not publish.staged:
@@ -96,18 +98,17 @@ class Publisher:
         publish = self._find(publish_id)
         tensors, source = body["tensors"], body["source"]
         async with self._step(publish):
-            if publish.segment is not None:
-                source = publish.segment.source()
-            answer = await self.workers("bridge_bucket", publish.publish_id, tensors, source)
-            publish.num_bytes += answer["num_bytes"]
+            await self._load(publish, "bridge_bucket", tensors, source)
         return {}
 
-    async def commit(self, publish_id: str) -> dict:
+    async def commit(self, publish_id: str, body: dict) -> dict:
+        """`body` may hold the last bucket: where it is the only one, a publish is one call to the workers."""
         publish = self._find(publish_id)
+        tensors, source = (body["tensors"], body["source"]) if body else ([], {})
         async with self._step(publish):
             if publish.stopped is None:
                 await self._stop(publish)
-            await self.workers("bridge_commit", publish.publish_id)
+            await self._load(publish, "bridge_commit", tensors, source)
             await tell_version(self.engine, publish.version)
             self._num_publishes += 1
             self.streams.version = publish.version
@@ -128,6 +129,13 @@ class Publisher:
     async def abort(self, publish_id: str) -> dict:
         await self._give_up(self._find(publish_id), "its trainer aborted it")
         return {"quarantined": self.quarantined}
+
+    async def _load(self, publish: Publish, method: str, tensors: list[dict], source: dict) -> None:
+        if publish.segment is not None:
+            source = publish.segment.source()
+        opening, publish.opening = publish.opening, None
+        answer = await self.workers(method, publish.publish_id, tensors, source, opening)
+        publish.num_bytes += answer["num_bytes"]
 
     def _find(self, publish_id: str) -> Publish:
         if self.open is None or self.open.publish_id != publish_id:

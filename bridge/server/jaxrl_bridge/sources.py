@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from jaxrl_bridge import nccl
 from jaxrl_bridge.errors import BridgeError
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -45,7 +46,7 @@ class Sources:
         self.device = device
         self.mapped: dict[tuple[str, int, int], torch.Tensor] = {}
         self.handles: dict[str, tuple[int, torch.Tensor]] = {}
-        self.nccl: _Broadcast | None = None
+        self.nccl: nccl.Member | None = None
 
     def tensors(self, transport: str, source: dict, specs: list[dict], bucket: list[dict]) -> list[torch.Tensor]:
         """One tensor per entry of `bucket`, in order; on the host or on `device`. Views of the source where it has them.
@@ -63,14 +64,18 @@ class Sources:
         if transport == "nccl":
             if self.nccl is None:
                 raise BridgeError("bad_request", "no NCCL group was opened: begin must carry unique_id and world_size")
-            return self.nccl.receive(specs, source.get("root", 0))
+            return _views(self.nccl.receive(source["sizes"]), specs, bucket)
         raise BridgeError("bad_request", f"unknown transport {transport!r}")
 
     def join(self, unique_id: bytes, world_size: int, rank: int) -> None:
-        """Joins the trainer's NCCL group; blocks until all `world_size` members have come."""
+        """Joins the trainer's NCCL group, or stays in it; blocks until all `world_size` members have come, not for long."""
         if self.nccl is not None:
+            if self.nccl.unique_id == unique_id and self.nccl.comm is not None:
+                return
             self.nccl.close()
-        self.nccl = _Broadcast(unique_id, world_size, rank, self.device)
+        seconds = float(os.environ.get("JAXRL_BRIDGE_PUBLISH_TIMEOUT", "60"))
+        self.nccl = None
+        self.nccl = nccl.Member(unique_id, world_size, rank, self.device, seconds)
 
     def forget_removed(self) -> None:
         """Lets go of segments whose names are gone: what the client has unlinked is freed with the last mapping."""
@@ -139,6 +144,17 @@ class _Handle(ctypes.Structure):
     _fields_ = [("reserved", ctypes.c_byte * 64)]
 
 
+class _Attributes(ctypes.Structure):
+    """cudaPointerAttributes, with the room that CUDA 13 takes behind it."""
+
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("device", ctypes.c_int),
+        ("addresses", ctypes.c_void_p * 2),
+        ("reserved", ctypes.c_long * 8),
+    ]
+
+
 class _DeviceBytes:
     """Device memory that torch did not allocate, in the form torch reads (the CUDA array interface)."""
 
@@ -155,7 +171,13 @@ def _open_handle(handle: str, size: int, device: torch.device) -> tuple[int, tor
     address = ctypes.c_void_p()
     structure = _Handle.from_buffer_copy(raw)
     _check(_cudart().cudaIpcOpenMemHandle(ctypes.byref(address), structure, ctypes.c_uint(1)), "cudaIpcOpenMemHandle")
-    return address.value, torch.as_tensor(_DeviceBytes(address.value, size), device=device)
+    attributes = _Attributes()
+    _check(_cudart().cudaPointerGetAttributes(ctypes.byref(attributes), address), "cudaPointerGetAttributes")
+    # Of a peer GPU it may be on that one: torch would copy it to another device once, and loading does so each time.
+    area = torch.as_tensor(_DeviceBytes(address.value, size), device=f"cuda:{attributes.device}")
+    if area.data_ptr() != address.value:
+        raise BridgeError("internal", "torch copied another process's memory instead of reading it")
+    return address.value, area
 
 
 def _cudart():
@@ -166,6 +188,7 @@ def _cudart():
         raise BridgeError("internal", "torch has loaded no CUDA runtime")
     library = ctypes.CDLL(paths[0])
     library.cudaIpcOpenMemHandle.argtypes = [ctypes.POINTER(ctypes.c_void_p), _Handle, ctypes.c_uint]
+    library.cudaPointerGetAttributes.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     library.cudaIpcCloseMemHandle.argtypes = [ctypes.c_void_p]
     library.cudaGetErrorString.restype = ctypes.c_char_p
     return library
@@ -174,34 +197,3 @@ def _cudart():
 def _check(code: int, call: str) -> None:
     if code:
         raise BridgeError("internal", f"{call}: {_cudart().cudaGetErrorString(code).decode()}")
-
-
-class _Broadcast:
-    """A member of the trainer's NCCL group that only listens."""
-
-    def __init__(self, unique_id: bytes, world_size: int, rank: int, device: torch.device):
-        from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
-
-        self.device = device
-        self.library = NCCLLibrary()  # the libnccl that torch ships
-        with torch.cuda.device(device):
-            self.comm = self.library.ncclCommInitRank(world_size, self.library.unique_id_from_bytes(unique_id), rank)
-
-    def receive(self, specs: list[dict], root: int) -> list[torch.Tensor]:
-        """The next broadcasts, one per tensor, as fresh tensors."""
-        uint8 = 1  # ncclUint8: bytes are moved as they are
-        tensors = []
-        with torch.cuda.device(self.device):
-            stream = torch.cuda.current_stream()
-            for spec in specs:
-                tensor = torch.empty(spec["shape"], dtype=DTYPES[spec["dtype"]], device=self.device)
-                address = ctypes.c_void_p(tensor.data_ptr())
-                self.library.ncclBroadcast(
-                    address, address, num_bytes(spec), uint8, root, self.comm, ctypes.c_void_p(stream.cuda_stream)
-                )
-                tensors.append(tensor)
-            stream.synchronize()
-        return tensors
-
-    def close(self) -> None:
-        self.library.ncclCommDestroy(self.comm)

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from jaxrl_bridge import names
+from jaxrl_bridge import names, nccl
 from jaxrl_bridge.checksum import checksums
 from jaxrl_bridge.copies import Recorder
 from jaxrl_bridge.errors import BridgeError
@@ -66,7 +66,12 @@ class BridgeWorker:
     def bridge_info(self) -> dict:
         device = torch.device(self.device)
         uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
-        return {"device": device.type, "uuid": uuid, "dtype": str(self.model_config.dtype).removeprefix("torch.")}
+        return {
+            "device": device.type,
+            "uuid": uuid,
+            "nccl": nccl.version() if device.type == "cuda" else None,
+            "dtype": str(self.model_config.dtype).removeprefix("torch."),
+        }
 
     @_answers
     def bridge_begin(self, publish_id: str, manifest: dict, transport: str, staged: bool, group: dict | None) -> dict:
@@ -81,13 +86,20 @@ class BridgeWorker:
         sources.forget_removed()
         if group is not None:
             sources.join(base64.b64decode(group["unique_id"]), group["world_size"], 1 + self.rank)
-        self.bridge_incoming = Incoming(publish_id, specs, transport, staged)
+        self.bridge_incoming, self.bridge_specs = Incoming(publish_id, specs, transport, staged), specs
         return {}
 
     @_answers
-    def bridge_bucket(self, publish_id: str, bucket: list[dict], source: dict) -> dict:
-        """Takes a bucket: loads it, or keeps it until commit. Checksums first, so that a damaged bucket changes nothing."""
-        incoming = self.bridge_current(publish_id)
+    def bridge_bucket(self, publish_id: str, bucket: list[dict], source: dict, opening: dict | None) -> dict:
+        """Takes a bucket: loads it, or keeps it until commit. `opening`: the publish begins here, with the manifest that
+        `bridge_begin` last compared; its transport and whether it is staged."""
+        incoming = self.bridge_current(publish_id, opening)
+        self.bridge_take(incoming, bucket, source, incoming.staged)
+        self.bridge_wait()
+        return {"num_bytes": _num_bytes(incoming, bucket)}
+
+    def bridge_take(self, incoming: Incoming, bucket: list[dict], source: dict, staged: bool) -> None:
+        """Checksums first, so that a damaged bucket changes nothing."""
         specs = []
         for entry in bucket:
             if entry["name"] not in incoming.specs:
@@ -96,31 +108,31 @@ class BridgeWorker:
                 raise BridgeError("mismatch", f"{entry['name']} was sent twice")
             incoming.seen.add(entry["name"])
             specs.append(incoming.specs[entry["name"]])
-        if incoming.staged and incoming.transport in HOST_MEMORY:
+        if staged and incoming.transport in HOST_MEMORY:
             incoming.kept.append((bucket, source))
+            return
+        tensors = self.bridge_sources().tensors(incoming.transport, source, specs, bucket)
+        _verify(bucket, tensors)
+        if staged:
+            incoming.kept.append((bucket, [tensor.clone() for tensor in tensors]))
         else:
-            tensors = self.bridge_sources().tensors(incoming.transport, source, specs, bucket)
-            _verify(bucket, tensors)
-            if incoming.staged:
-                incoming.kept.append((bucket, [tensor.clone() for tensor in tensors]))
-            else:
-                self.bridge_load(incoming, bucket, tensors)
-            self.bridge_wait()
-        return {"num_bytes": sum(num_bytes(spec) for spec in specs)}
+            self.bridge_load(incoming, bucket, tensors)
 
     @_answers
-    def bridge_commit(self, publish_id: str) -> dict:
-        """Loads what was staged and checks that the model is whole."""
-        incoming = self.bridge_current(publish_id)
+    def bridge_commit(self, publish_id: str, bucket: list[dict], source: dict, opening: dict | None) -> dict:
+        """Loads what was staged, and the last bucket if it comes with the commit, and checks that the model is whole."""
+        incoming = self.bridge_current(publish_id, opening)
+        if bucket:
+            self.bridge_take(incoming, bucket, source, bool(incoming.kept))
         if missing := [name for name in incoming.specs if name not in incoming.seen]:
             raise BridgeError("mismatch", f"{len(missing)} tensors of the manifest were not sent, the first is {missing[0]}")
         while incoming.kept:
-            bucket, held = incoming.kept.pop(0)
+            entries, held = incoming.kept.pop(0)
             if isinstance(held, dict):
-                specs = [incoming.specs[entry["name"]] for entry in bucket]
-                held = self.bridge_sources().tensors(incoming.transport, held, specs, bucket)
-                _verify(bucket, held)
-            self.bridge_load(incoming, bucket, held)
+                specs = [incoming.specs[entry["name"]] for entry in entries]
+                held = self.bridge_sources().tensors(incoming.transport, held, specs, entries)
+                _verify(entries, held)
+            self.bridge_load(incoming, entries, held)
         model = self.bridge_model()
         if not self.bridge_in_place():
             finalize_layerwise_reload(model, self.model_config)
@@ -135,7 +147,7 @@ class BridgeWorker:
         if reset := getattr(self.model_runner, "reset_lora_state", None):
             reset()
         self.bridge_incoming = None
-        return {}
+        return {"num_bytes": _num_bytes(incoming, bucket)}
 
     @_answers
     def bridge_abort(self, publish_id: str) -> dict:
@@ -161,7 +173,10 @@ class BridgeWorker:
             self.bridge_open_sources = Sources(torch.device(self.device))
         return self.bridge_open_sources
 
-    def bridge_current(self, publish_id: str) -> Incoming:
+    def bridge_current(self, publish_id: str, opening: dict | None) -> Incoming:
+        if opening is not None:
+            self.bridge_sources().forget_removed()
+            self.bridge_incoming = Incoming(publish_id, self.bridge_specs, opening["transport"], opening["staged"])
         incoming = self.__dict__.get("bridge_incoming")
         if incoming is None or incoming.publish_id != publish_id:
             raise BridgeError("bad_request", f"no publish {publish_id} is open")
@@ -234,6 +249,10 @@ def _compare(model: torch.nn.Module, model_config, tensor_parallel: int, specs: 
         raise BridgeError(
             "mismatch", f"the manifest lacks {len(missing)} tensors of the server's model, the first is {missing[0]}"
         )
+
+
+def _num_bytes(incoming: Incoming, bucket: list[dict]) -> int:
+    return sum(num_bytes(incoming.specs[entry["name"]]) for entry in bucket)
 
 
 def _verify(bucket: list[dict], tensors: list[torch.Tensor]) -> None:
