@@ -113,10 +113,10 @@ class SamplerConfig(_Table):
     memory: float = Field(
         default=0.4, gt=0, lt=1, description="vllm: share of a GPU's memory that a server takes, weights and KV cache together."
     )
-    transport: Literal["auto", "shm", "cuda_ipc", "http", "file"] = Field(
+    transport: Literal["auto", "shm", "cuda_ipc", "nccl", "http", "file"] = Field(
         default="auto",
-        description="vllm: how weights reach a server. shm: memory of the host; cuda_ipc: memory of its GPU; file: a shared "
-        "filesystem; auto: the quickest that reaches.",
+        description="vllm: how weights reach a server. shm: memory of the host; cuda_ipc: memory of its GPU; nccl: a broadcast to "
+        "GPUs of another host; file: a shared filesystem; auto: the quickest that reaches.",
     )
     shared_folder: str | None = Field(
         default=None, description="vllm: folder that trainer and servers share, for transport = file."

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 
@@ -21,8 +21,6 @@ from jaxrl.rollout.protocol import PublishReport, SamplerError
 
 ABORT_SECONDS = 10.0
 REASON_SECONDS = 5.0  # in which a server may say why a broadcast failed: it knows better
-
-T = TypeVar("T")
 
 
 async def publish(
@@ -106,7 +104,7 @@ async def _send(api: ServerApi, publish_id: str, buckets: Iterator[list[Unit]], 
             reading.cancel()
 
 
-async def _met(transport: Transport, request: Coroutine[Any, Any, T]) -> T:
+async def _met[T](transport: Transport, request: Coroutine[Any, Any, T]) -> T:
     """The request's answer. A broadcast moves only while both sides take part in it, so the trainer's part goes on beside the
     request; when either fails the group is left, which ends the other."""
     if not isinstance(transport, Nccl):

@@ -112,7 +112,7 @@ async def _with_server(api: Any, architecture: Any, folder: Path, options: argpa
             if name not in state["transports"]:
                 _print(bench="publish", what="publish", transport=name, skipped=f"the server has {state['transports']}")
                 continue
-            transport = open_transport(name, state, run_id(folder), api=api)
+            transport = await open_transport(name, state, run_id(folder), api=api)
             reports, windows = [], []
             for _ in range(options.publishes + 1):
                 await asyncio.sleep(1.5)

@@ -46,7 +46,7 @@ async def generate(api, name: str, count: int) -> tuple[list[int], list[float], 
 @pytest.mark.parametrize("name, version", [("shm", 1), ("file", 3), ("http", 5)])
 def test_what_was_sent_is_what_generates(run, name, version):
     async def scenario(api, shared):
-        transport = open_transport(name, await api.state(), run_id(shared), api=api, shared_folder=str(shared))
+        transport = await open_transport(name, await api.state(), run_id(shared), api=api, shared_folder=str(shared))
         for sent in (version, version + 1):  # the second finds everything made
             report = await publish(
                 api,

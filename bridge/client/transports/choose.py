@@ -1,6 +1,7 @@
 """Which way weights take to a server: the quickest that reaches it, or the one that the config names."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import re
@@ -129,7 +130,8 @@ async def _probe(api: ServerApi, folder: Path) -> str | None:
     except BadRequest as error:
         return error.message
     finally:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def _unshared(folder: str | None, why: str) -> str:
