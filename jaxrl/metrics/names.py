@@ -9,3 +9,5 @@ SAMPLER_RATE = "sampler/tokens_per_second"  # tokens sampled over the seconds si
 PARITY = "parity/logp_mean_abs"  # mean |trainer's - sampler's policy log-prob|, nats
 FAILED = "episodes/failed"  # episodes that raised, hung or were cut off, in this step
 LOSS = "loss"
+SAMPLE_SIZE = "policy/effective_sample_size"
+REACHABLE = "policy/reachable_mass"

@@ -8,8 +8,10 @@ import numpy as np
 from jaxrl.config import Config
 from jaxrl.data import Episode, Group, PackedRows, Source, TrainingTrajectory, Trajectory
 from jaxrl.losses.advantages import group_advantages
+from jaxrl.metrics import names
 from jaxrl.packing import RowLimits, misfit, pack
 from jaxrl.packing.rows import empty_batch
+from jaxrl.pipeline.alarms import reachable_mass
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ def make_batch(groups: Sequence[Group], config: Config, limits: RowLimits, step:
         "packing/sharing": packing.sharing,
         "lag/mean": float(lags.mean()),
         "lag/max": float(lags.max()),
+        names.REACHABLE: reachable_mass(training),
     }
     return Batch(rows or [empty_batch(limits, config.packing.rows)], metrics, packing.placed_tokens)
 

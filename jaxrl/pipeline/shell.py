@@ -21,6 +21,7 @@ from jaxrl.data import Group
 from jaxrl.metrics import Trackers, names
 from jaxrl.packing import PackingError
 from jaxrl.pipeline import controller as c
+from jaxrl.pipeline.alarms import Alarms
 from jaxrl.pipeline.batch import Batch, is_informative, oldest_version
 from jaxrl.pipeline.data_order import fingerprint
 from jaxrl.pipeline.evaluate import evaluate
@@ -99,6 +100,7 @@ class Shell:
         self.finished: dict[int, Group] = {}  # waiting to be trained on, or being trained on
         self.recent: list[Group] = []  # finished since the last step
         self.saved_snapshot: dict[str, Any] | None = None  # of the save under way
+        self.alarms = Alarms(config.sampling)
         self.left_out: list[int] = []  # tokens of the episodes that their groups left out
         self.tasks: dict[asyncio.Task, int | None] = {}  # with the group it runs
         self.cut: dict[int, list[asyncio.Task]] = {}  # what still ends of groups that were cut
@@ -250,6 +252,7 @@ class Shell:
         self.last_step_at = trained
         self.reward = values.get(names.REWARD, self.reward)
         self.trackers.log(step + 1, values)
+        self.alarms.check(step + 1, values)
         if self.config.log.rollouts:
             write_rollouts(self.folder / "rollouts", step + 1, groups, self.parts.tokenizer, self.config.log.rollouts)
         return c.TrainDone()

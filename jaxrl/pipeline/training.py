@@ -28,7 +28,7 @@ NAMES = {
     "kept": "policy/kept",
     "entropy": "policy/entropy",
     "importance": "policy/importance",
-    "effective_sample_size": "policy/effective_sample_size",
+    "effective_sample_size": names.SAMPLE_SIZE,
 }
 
 

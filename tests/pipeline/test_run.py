@@ -184,19 +184,19 @@ def test_off_policy_modes_learn_within_their_lag(mode, max_lag, tmp_path):
     ids=["periodic", "partial", "pull"],
 )
 def test_other_modes_learn_within_their_lag(pipeline, tmp_path):
-    pipeline = {"steps": 24, "groups_per_step": 4, "group_size": 8, **pipeline}
+    pipeline = {"steps": 14, "groups_per_step": 4, "group_size": 8, **pipeline}
     config = make_config(tmp_path, "sevens", pipeline=pipeline, sampler={"slots": 8}, eval={"num_tasks": 4, "every": 5})
     summary = run(config, make_sampler)
-    assert summary["ended"] == "finished" and summary["steps"] == 24
+    assert summary["ended"] == "finished" and summary["steps"] == 14
     lines = metrics_of(config)
     rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
     assert max(line["lag/max"] for line in lines) <= (1 if pipeline["mode"] == "periodic" else 2)
     assert max(line["lag/max"] for line in lines) >= 1 and sum(line["groups/dropped_stale"] for line in lines) == 0
-    assert np.mean(rewards[:4]) < np.mean(rewards[-4:]) > 0.4
+    assert np.mean(rewards[-3:]) > 2 * np.mean(rewards[:3])
     evaluated = [
         line["step"] for line in jsonl.read(Path(config.out) / config.name / "metrics.jsonl") if "heldout/reward" in line
     ]
-    assert sorted(evaluated) == [0, 5, 10, 15, 20, 24]
+    assert sorted(evaluated) == [0, 5, 10, 14]
     if pipeline["mode"] == "partial":
         assert sum(line["groups/cut"] for line in lines) > 0
         assert any(line.get("resume/continued_tokens", 0) > 0 for line in lines)
