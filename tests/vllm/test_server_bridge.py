@@ -144,6 +144,7 @@ def test_every_route_wants_the_key(process):
     assert len(routes) > 20
     routes += [("get", path) for path in ("/openapi.json", "/docs", "/metrics", "/bridge/state", "/no/such/route")]
     routes += [("post", "/health"), ("options", "/v1/models"), ("post", "/bridge/generate"), ("post", "/bridge/publish/begin")]
+    routes += [("post", "/bridge/probe")]
     wrong = [{}, {"Authorization": f"Bearer {KEY}x"}, {"Authorization": KEY}, {"Authorization": "Bearer x"}]
     with httpx.Client(base_url=process.url) as client:
         for method, path in routes:

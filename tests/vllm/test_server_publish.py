@@ -10,6 +10,7 @@ import pytest
 from vllm_fleet import ARCHITECTURE, TOLERANCE, log_probs, needs_vllm, sampler_config, servers, weights
 
 from bridge.client import process
+from bridge.client.errors import BadRequest
 from bridge.client.publish import publish
 from bridge.client.segments import run_id
 from bridge.client.transports.choose import open_transport
@@ -65,3 +66,20 @@ def test_what_was_sent_is_what_generates(run, name, version):
 
     report = run(scenario)
     print(json.dumps({"transport": name, "bytes": report.num_bytes, "seconds": report.seconds}))
+
+
+def test_a_server_tells_what_it_reads_of_its_folders_and_of_no_others(run, tmp_path):
+    async def scenario(api, shared):
+        (shared / "probe").write_text("token")
+        assert await api.probe(str(shared / "probe"), "token")
+        for token in ("toke", "token2", "other"):
+            assert not await api.probe(str(shared / "probe"), token)
+        with pytest.raises(BadRequest, match="nothing cannot be read here: No such file"):
+            await api.probe(str(shared / "nothing"), "token")
+        (tmp_path / "secret").write_text("token")
+        (shared / "link").symlink_to(tmp_path / "secret")
+        for path in (tmp_path / "secret", shared / ".." / tmp_path.name / "secret", shared / "link"):
+            with pytest.raises(BadRequest, match="JAXRL_BRIDGE_FILES"):
+                await api.probe(str(path), "token")
+
+    run(scenario)
