@@ -96,7 +96,11 @@ async def _send(api: ServerApi, publish_id: str, buckets: Iterator[list[Unit]], 
             if reading is not None:
                 await reading
             if (units := await _in_thread(next, buckets, None)) is None:
-                return await _met(transport, api.commit(publish_id, entries, source))
+                if not isinstance(transport, Nccl):
+                    return await api.commit(publish_id, entries, source)
+                # A commit may wait for generations first, and a network is too slow for the time they stand still.
+                await _met(transport, api.bucket(publish_id, entries, source))
+                return await api.commit(publish_id)
             reading = asyncio.create_task(_met(transport, api.bucket(publish_id, entries, source)))
             number += 1
     finally:
