@@ -12,6 +12,7 @@ derived, never counted: a group that leaves (no variance, failed, stale) leaves 
 sync has no admission beyond its own step: groups step · G to (step + 1) · G - 1.
 """
 
+import sys
 from dataclasses import replace
 
 from jaxrl.pipeline.controller_state import Phase, Running, State
@@ -31,17 +32,18 @@ def accepted(state: State) -> int:
 
 
 def admit(state: State) -> tuple[State, tuple[Action, ...]]:
-    """Submits what there is room for, cut and restored groups first."""
-    room = _room(state)
-    if room <= 0:
+    """Submits what there is room for, cut and restored groups first: those have their place already, and need a worker only."""
+    if _is_closed(state):
         return state, ()
-    returning = state.returning[:room]
-    fresh = tuple(range(state.next_index, state.next_index + room - len(returning)))
+    free = _free(state)
+    returning = state.returning[:free]
+    num_fresh = max(0, min(free, _budget(state)) - len(state.returning))
+    fresh = range(state.next_index, state.next_index + num_fresh)
     new = (*returning, *(Running(index, state.published) for index in fresh))
     state = replace(
         state,
         returning=state.returning[len(returning) :],
-        next_index=state.next_index + len(fresh),
+        next_index=state.next_index + num_fresh,
         running=tuple(sorted(state.running + new, key=lambda g: g.index)),
     )
     return state, tuple(SubmitGroup(g.index) for g in new)
@@ -56,30 +58,36 @@ def is_barren(state: State) -> bool:
     return state.num_barren >= BARREN_BATCHES * state.config.groups_per_step
 
 
-def _room(state: State) -> int:
-    """How many groups to submit now."""
+def _is_closed(state: State) -> bool:
+    """Whether no group is submitted at this moment."""
     c = state.config
     if state.ending is not None or state.step >= c.steps:
-        return 0
-    if c.rolls_on:
-        if state.step == 0 and c.eval_at_start and state.evaluated != 0:
-            return 0  # the evaluation before the first step has the sampler for itself
-    elif state.phase in (Phase.PUBLISHING, Phase.EVALUATING) or publish_due(state) or eval_due(state):
-        return 0
-    if c.mode in ("sync", "partial") and state.phase is Phase.TRAINING:
-        return 0
+        return True
+    if c.rolls_on:  # the evaluation before the first step has the sampler for itself
+        return state.step == 0 and c.eval_at_start and state.evaluated != 0
+    if state.phase in (Phase.PUBLISHING, Phase.EVALUATING) or publish_due(state) or eval_due(state):
+        return True
     if c.mode == "sync":
-        return _sync_room(state)
+        return state.phase is not Phase.IDLE
+    return c.mode == "partial" and state.phase is Phase.TRAINING
+
+
+def _free(state: State) -> int:
+    """Workers without a group."""
+    c = state.config
+    if not c.workers:
+        return sys.maxsize
+    holding = max(0, len(state.buffer) - c.queue) if c.queue else 0
+    return max(0, c.workers - len(state.running) - holding)
+
+
+def _budget(state: State) -> int:
+    """Groups, beside those that run, that can be trained in time."""
+    c = state.config
+    if c.mode == "sync":
+        return sync_end(state) - state.next_index + len(state.returning)
     if is_barren(state):
         return 0
     # Nothing is sampled for a step after the last.
     batches = min(c.most_lag + state.published + 1, c.steps)
-    room = batches * c.groups_per_step - accepted(state) - len(state.running)
-    if c.workers:
-        holding = max(0, len(state.buffer) - c.queue) if c.queue else 0
-        room = min(room, c.workers - len(state.running) - holding)
-    return room
-
-
-def _sync_room(state: State) -> int:
-    return 0 if state.phase is not Phase.IDLE else sync_end(state) - state.next_index + len(state.returning)
+    return batches * c.groups_per_step - accepted(state) - len(state.running)
