@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from jaxrl.config import Config, ConfigError
-from jaxrl.data import PackedRows, TrainingTrajectory
-from jaxrl.metrics.parity import MEAN_LIMIT, compare, likely_cause
+from jaxrl.data import TrainingTrajectory
+from jaxrl.metrics.parity import MEAN_LIMIT, compare, likely_cause, of_rows
 from jaxrl.pipeline.command_line import read_command
 
 WORST = 8  # tokens shown
@@ -118,23 +118,8 @@ def _tokens(parts: Any, state: Any, episodes: Sequence[Any]) -> dict[str, np.nda
         for i, t in enumerate(trajectories)
     ]
     batches, _ = pack(training, parts.limits, parts.config.packing.rows)
-    parts_of = [_of_rows(rows, np.asarray(parts.trainer.logprobs(state, rows))) for rows in batches]
+    parts_of = [of_rows(rows, np.asarray(parts.trainer.logprobs(state, rows))) for rows in batches]
     return {name: np.concatenate([part[name] for part in parts_of]) for name in parts_of[0]}
-
-
-def _of_rows(rows: PackedRows, logp: np.ndarray) -> dict[str, np.ndarray]:
-    used = rows.terms.read >= 0
-    row, slot = np.nonzero(used)
-    read = rows.terms.read[used]
-    state = rows.reads.state[row, read]
-    return {
-        "sampler": rows.terms.policy_logp[used],
-        "trainer": logp[row, read],
-        "target": rows.reads.target[row, read],
-        "position": rows.positions[row, state] + 1,
-        "version": rows.terms.version[used],
-        "trajectory": rows.trajectories.index[row, rows.terms.trajectory[row, slot]],
-    }
 
 
 def _rounded(figures: dict[str, float]) -> dict[str, float]:

@@ -7,10 +7,28 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxrl.data import PackedRows
+
 # Where a difference is no longer rounding: the mean over tokens, in nats, by the coarser of the two dtypes.
 MEAN_LIMIT = {"float32": 2e-5, "bfloat16": 1e-2, "float16": 1e-2, "float64": 1e-9}
 CORRELATED = 0.6  # |correlation| between difference and log-prob from which the temperature is suspected
 APART = 10.0  # how many times the median trajectory's difference makes a trajectory stand out
+
+
+def of_rows(rows: PackedRows, logp: np.ndarray) -> dict[str, np.ndarray]:
+    """The loss terms of rows as both sides see them, each [n]. logp [R, U]: the trainer's, of every read."""
+    used = rows.terms.read >= 0
+    row, slot = np.nonzero(used)
+    read = rows.terms.read[used]
+    state = rows.reads.state[row, read]
+    return {
+        "sampler": rows.terms.policy_logp[used],
+        "trainer": logp[row, read],
+        "target": rows.reads.target[row, read],
+        "position": rows.positions[row, state] + 1,
+        "version": rows.terms.version[used],
+        "trajectory": rows.trajectories.index[row, rows.terms.trajectory[row, slot]],
+    }
 
 
 @dataclass(frozen=True)

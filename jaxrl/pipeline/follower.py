@@ -52,8 +52,8 @@ def _obey(parts: Parts, state: TrainState, checkpoints: Checkpoints, peers: Peer
         record, rows = peers.receive(template)
         match record.action:
             case Action.TRAIN:
-                if record.parity_batch >= 0:
-                    trainer.logprobs(state, rows[record.parity_batch])
+                if record.examined >= 0:
+                    trainer.logprobs(state, rows[record.examined])
                 state, metrics = trainer.train_step(state, rows)
                 jax.block_until_ready(metrics)  # or an error would show in a later record
             case Action.PUBLISH:

@@ -30,10 +30,11 @@ from jaxrl.pipeline.groups import Progress, run_group
 from jaxrl.pipeline.journal import Journal
 from jaxrl.pipeline.journal_writer import JournalWriter
 from jaxrl.pipeline.packer import Packer, PackerError
+from jaxrl.pipeline.parity_watch import ParityWatch
 from jaxrl.pipeline.rollouts import extra_metrics, load_metrics, num_sampled, rollout_metrics, write_rollouts
 from jaxrl.pipeline.setup import Parts
 from jaxrl.pipeline.start import saved_part
-from jaxrl.pipeline.training import Trained, parity_batch, train
+from jaxrl.pipeline.training import Trained, train
 from jaxrl.rollout.episodes import EpisodeRunner
 from jaxrl.rollout.protocol import Sampler, SamplerError, SamplerLoad
 from jaxrl.trainer.gather import gather
@@ -101,6 +102,7 @@ class Shell:
         self.recent: list[Group] = []  # finished since the last step
         self.saved_snapshot: dict[str, Any] | None = None  # of the save under way
         self.alarms = Alarms(config.sampling)
+        self.parity = ParityWatch(config, lambda token: parts.tokenizer.decode([token], special=True))
         self.left_out: list[int] = []  # tokens of the episodes that their groups left out
         self.tasks: dict[asyncio.Task, int | None] = {}  # with the group it runs
         self.cut: dict[int, list[asyncio.Task]] = {}  # what still ends of groups that were cut
@@ -258,10 +260,13 @@ class Shell:
         return c.TrainDone()
 
     def _optimizer_step(self, batch: Batch, step: int) -> Trained:
-        parity = parity_batch(batch, step)
-        self.peers.send(Record(Action.TRAIN, step, len(batch.rows), parity), batch.rows)
-        done = train(self.parts.trainer, self.state, batch, step, parity, self.folder)
+        examined = self.parity.batch(batch, step)
+        self.peers.send(Record(Action.TRAIN, step, len(batch.rows), examined), batch.rows)
+        done = train(self.parts.trainer, self.state, batch, step, examined, self.folder)
         self.state = done.state
+        self.parity.note(done.metrics)
+        if done.logprobs is not None:
+            self.parity.examine(batch.rows[examined], done.logprobs, step)
         return done
 
     def _weights(self, version: int) -> Any:

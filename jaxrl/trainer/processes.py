@@ -113,7 +113,7 @@ class Record:
     action: Action
     step: int  # the optimizer step it belongs to; START: the one to restore, or -1
     num_batches: int = 0  # TRAIN: row batches that follow
-    parity_batch: int = -1  # TRAIN: the batch whose log-probs are computed before the step, or -1
+    examined: int = -1  # TRAIN: the batch whose log-probs are computed before the step, or -1
     metric: float | None = None  # CHECKPOINT: what tells the best one
     detail: str = ""  # START: process 0's config. STOP: why the run ends
 

@@ -172,14 +172,23 @@ def test_metric_sums(results):
     d, a = (x.logp - x.policy)[x.mask], x.advantage[x.mask]
     r, rho = np.exp(d), np.exp(x.logp - x.behaviour)[x.mask]
     w = np.exp(x.policy - x.behaviour)[x.mask]
+    current = x.lag[x.mask] == 0
+    assert 0 < current.sum() < len(d)
     expected = {
         "terms": x.mask.sum(),
         "kept": x.mask.sum(),
         "clip_fraction": (((a > 0) & (r > 1.28)) | ((a < 0) & (r < 0.8))).sum(),
         "ratio": r.sum(),
         "correction": np.minimum(w, 1.3).sum(),
-        "parity/logp_mean_abs": np.abs(d).sum(),
-        "parity/logp_max": np.abs(d).max(),
+        "current": current.sum(),
+        "parity/logp_mean_abs": np.abs(d[current]).sum(),
+        "parity/logp_max": np.abs(d[current]).max(),
+        "parity/kl_k1": -d[current].sum(),
+        "parity/kl_k3": (np.exp(d) - 1 - d)[current].sum(),
+        "parity/beyond_0.05": (np.abs(d[current]) > 0.05).sum(),
+        "parity/beyond_0.5": (np.abs(d[current]) > 0.5).sum(),
+        "drift": np.abs(d[~current]).sum(),
+        "drift_max": np.abs(d[~current]).max(),
         "kl": (r - 1 - d).sum(),
         "entropy": x.entropy[x.mask].sum(),
         "importance": rho.sum(),
@@ -192,6 +201,8 @@ def test_metric_sums(results):
     assert logged["effective_sample_size"] == pytest.approx(rho.sum() ** 2 / (len(rho) * (rho**2).sum()))
     assert logged["parity/logp_max"] == sums["parity/logp_max"] and logged["terms"] == 2 * x.mask.sum()
     assert logged["kl"] == pytest.approx((r - 1 - d).mean())
+    assert logged["parity/logp_mean_abs"] == pytest.approx(np.abs(d[current]).mean())
+    assert logged["drift"] == pytest.approx(np.abs(d[~current]).mean()) and logged["current"] == 2 * current.sum()
     to_reference = (x.reference - x.logp)[x.mask]
     assert results["kl_k3"][1]["kl_reference"] == pytest.approx((np.exp(to_reference) - 1 - to_reference).sum())
     # What a mask silences is counted, and stays in the denominators: the weights are as they were.

@@ -121,7 +121,7 @@ def same_as_one(folder: Path, steps: int, *options: str) -> dict:
 
 
 def asynchronous(folder: Path) -> dict:
-    """Off the policy, where parity takes a forward pass of its own at step 10."""
+    """Off the policy: parity is of the tokens of the current version alone."""
     finish(folder, 2, 12, "--pipeline.mode", "async", "--eval.every", "0")
     lines = [line for line in metrics(folder) if "loss" in line]
     parity = [line["parity/logp_mean_abs"] for line in lines if "parity/logp_mean_abs" in line]
