@@ -143,6 +143,8 @@ class Fleet:
             sum(answer["waiting"] for answer in answers) + self._num_waiting,
             sum(answer["kv_use"] for answer in answers) / max(1, len(answers)),
             sum(answer["tokens_per_second"] for answer in answers),
+            self.num_moved,
+            self.num_restarts,
         )
 
     async def close(self) -> None:

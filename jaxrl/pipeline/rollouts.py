@@ -57,13 +57,16 @@ def extra_metrics(groups: Sequence[Group], left_out: Sequence[int]) -> dict[str,
 
 
 def load_metrics(loads: Sequence[SamplerLoad]) -> dict[str, float]:
-    """Means over what was seen of the sampler: generations that run and that wait, share of the KV cache in use."""
+    """Means over what was seen of the sampler: generations that run and that wait, share of the KV cache in use; and, of servers
+    that failed, how many generations have moved and how often one was started again, since the run began."""
     if not loads:
         return {}
     return {
         "load/running": float(np.mean([load.num_running for load in loads])),
         "load/waiting": float(np.mean([load.num_waiting for load in loads])),
         "load/kv_use": float(np.mean([load.kv_use for load in loads])),
+        "load/moved": float(loads[-1].num_moved),
+        "load/restarts": float(loads[-1].num_restarts),
     }
 
 

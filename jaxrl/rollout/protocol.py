@@ -69,6 +69,8 @@ class SamplerLoad:
     num_waiting: int
     kv_use: float  # share of cache pages in use, 0 to 1
     tokens_per_second: float
+    num_moved: int = 0  # generations that went on at another server, since the start
+    num_restarts: int = 0  # of servers, since the start
 
 
 class Sampler(Protocol):
