@@ -56,7 +56,10 @@ def _set(tables: dict[str, Any], key: str, text: str) -> None:
         if not isinstance(table, dict):
             raise ConfigError(key, f"`{where}` is no table, it has no keys")
     known = {".".join(where): annotation for where, annotation, _ in leaves(Config)}
-    table[path[-1]] = text if _takes_text(known.get(key)) else _toml_value(text)
+    annotation = known.get(key)
+    value = text if _takes_text(annotation) else _toml_value(text)
+    # One entry needs no brackets.
+    table[path[-1]] = [value] if get_origin(annotation) is tuple and isinstance(value, str) else value
 
 
 def _takes_text(annotation: Any) -> bool:

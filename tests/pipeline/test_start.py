@@ -37,6 +37,7 @@ def test_keys_of_the_command_line_go_over_the_file(toml_file):
     assert config.sampling.stop == ("\n", "x") and config.env.name == "sums" and config.env.args == {"digits": [1, 2]}
     assert read_command([toml_file, "--env.args", "{ digits = [1, 2] }"]).env.args == {"digits": [1, 2]}
     assert config.sft.data == "traces.jsonl" and config.optimizer.weight_decay == 0.1
+    assert read_command([toml_file, "--sampling.stop", "END"]).sampling.stop == ("END",)
 
 
 @pytest.mark.parametrize(

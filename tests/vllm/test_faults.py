@@ -18,6 +18,7 @@ from vllm_fleet import ARCHITECTURE, KEY, Generation, RealFleet, kill, needs_vll
 from bridge.client import replica as replica_module
 from bridge.client.errors import Mismatch
 from bridge.client.replica import Attached
+from bridge.client.transports.shm import SharedMemory
 from jaxrl.models.architecture import Architecture
 from jaxrl.rollout.protocol import SamplerError
 
@@ -56,7 +57,7 @@ def setting(tmp_path_factory):
     acts = []
 
     def link(link):
-        link._transport = OnBucket(link._transport, lambda: acts and acts.pop()())
+        link._transport = OnBucket(SharedMemory(link._settings.run_id), lambda: acts and acts.pop()())
         return link
 
     with asyncio.Runner() as runner:
@@ -115,6 +116,7 @@ def test_a_wrong_model_on_the_other_side(setting):
     run(test())
 
 
+@pytest.mark.whole
 def test_a_full_disk_on_the_shared_filesystem(setting):
     run, fleet = setting
     other = attached(setting, transport="file", shared_folder=str(fleet.files))
@@ -154,6 +156,7 @@ def test_a_full_disk_on_the_shared_filesystem(setting):
         subprocess.run(["umount", fleet.files], check=True)
 
 
+@pytest.mark.whole
 def test_a_server_that_another_trainer_published_to_is_taken_back(setting):
     run, fleet = setting
     other = attached(setting)
@@ -258,6 +261,7 @@ def test_killed_twice_in_a_row_in_mid_generation(setting):
     run(test())
 
 
+@pytest.mark.whole
 def test_killed_in_mid_transfer(setting, caplog):
     run, fleet = setting
 

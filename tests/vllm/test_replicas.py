@@ -7,7 +7,7 @@ import httpx
 import pytest
 from vllm_fleet import KEY, Generation, RealFleet, kill, needs_vllm, processes, sampler_config, servers, weights
 
-pytestmark = needs_vllm
+pytestmark = [needs_vllm, pytest.mark.whole]
 LIMIT = 240.0  # seconds of a test on a busy machine
 
 

@@ -22,7 +22,7 @@ from bridge.client.transports.nccl import Nccl
 from bridge.client.weights import TensorSpec, Unit, Weights
 from jaxrl.rollout.protocol import SamplerError
 
-pytestmark = needs_vllm
+pytestmark = [needs_vllm, pytest.mark.whole]
 ROOT = Path(__file__).parents[2]
 LIMIT = 240.0  # seconds, the start of the server included
 SERVER_SECONDS = 4.0

@@ -17,7 +17,7 @@ from bridge.client.transports.choose import open_transport
 from bridge.client.weights import Weights
 from jaxrl.rollout.protocol import SamplingParams
 
-pytestmark = needs_vllm
+pytestmark = [needs_vllm, pytest.mark.whole]
 LIMIT = 240.0  # seconds, the start of the server included
 PROMPT = [9, 8, 7, 6, 5, 4, 3]
 

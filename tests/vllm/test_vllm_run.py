@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from vllm_fleet import needs_vllm
 
 from bridge.client.segments import run_id
@@ -75,6 +76,7 @@ def segments(folder: Path) -> list[Path]:
     return list(Path("/dev/shm").glob(f"jaxrl-{run_id(folder / 'run').partition('.')[0]}.*"))
 
 
+@pytest.mark.whole
 def test_a_run_with_adapters_is_on_policy_and_leaves_nothing(tmp_path):
     run = subprocess.run(
         command(tmp_path, "--pipeline.steps", "3", "--model.lora.rank", "4"),
@@ -118,6 +120,7 @@ def test_a_run_that_is_killed_leaves_no_server_and_goes_on(tmp_path):
     assert not processes(tmp_path) and not segments(tmp_path)
 
 
+@pytest.mark.whole
 def test_a_server_that_cannot_start_is_quoted_and_the_run_says_how_to_go_on(tmp_path):
     run = subprocess.run(
         command(tmp_path, "--sampler.flags", '["--no-such-flag"]'), cwd=ROOT, capture_output=True, text=True, timeout=LIMIT
