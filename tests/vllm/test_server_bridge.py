@@ -58,6 +58,8 @@ def process(tmp_path_factory):
         "--enforce-eager",
         "--max-model-len",
         "8192",
+        "--stream-interval",  # as runs have it; and with a line for each token this process would fall behind the server
+        "16",
         "--port",
         str(port),
     ]
@@ -312,10 +314,11 @@ def test_kept_keys_and_values_are_the_old_weights(run):
         await begun.wait()
         await server.publish(first + 1, WEIGHTS[1], cache="keep")
         await asyncio.gather(*tasks)
-        for prompt, task in list(zip(prompts, tasks, strict=True))[:3]:
-            result = task.result()
+        # A machine with few cores may let one run to its end before the others begin.
+        crossed = [(p, t.result()) for p, t in zip(prompts, tasks, strict=True) if len(set(t.result()["versions"])) == 2]
+        assert len(crossed) >= 8
+        for prompt, result in crossed[:3]:
             ids, count = result["ids"], result["versions"].count(first)
-            assert 0 < count < 1500
             # The last old token was sampled, not yet read: its keys and values are the new weights'.
             kept = len(prompt) + count - 1
             table = logprobs(WEIGHTS[1], prompt + ids, old=WEIGHTS[0], kept=kept)
@@ -494,11 +497,12 @@ def test_a_publish_that_fails_halfway_is_quarantined_until_one_goes_through(run,
         with pytest.raises(Refused):  # one that fails before it loads anything does not lift it
             await server.begin(version + 1, {names[0]: WEIGHTS[1][names[0]]})
         assert (await server.state())["quarantined"]
-        assert not any(task.done() for task in tasks)
+        waiting = [(prompt, task) for prompt, task in zip(prompts, tasks, strict=True) if not task.done()]
+        assert len(waiting) >= 8  # few cores may let one run to its end before the others begin
         await server.publish(version + 2, WEIGHTS[2])
         assert (await server.state())["quarantined"] is None
         await asyncio.gather(*tasks)
-        for prompt, task in list(zip(prompts, tasks, strict=True))[:3]:
+        for prompt, task in waiting[:3]:
             result = task.result()
             assert len(result["ids"]) == 1500 and set(result["versions"]) == {version, version + 2}
             versions = np.array(result["versions"])
