@@ -1,7 +1,6 @@
 """What vLLM does to load weights, recorded once and repeated as copies alone.
 
-vLLM's loaders look every tensor's place up in Python, some fifty microseconds each, on every publish, while generation stands
-still. What comes of it is always the same: parts of the incoming tensors are copied to parts of the parameters. Those copies are
+vLLM's loaders look every tensor's place up in Python, on every publish, while generation stands still. What comes of it is always the same: parts of the incoming tensors are copied to parts of the parameters. Those copies are
 recorded while vLLM loads, and later publishes repeat them in one call.
 """
 
